@@ -46,10 +46,7 @@ __attribute__((noinline)) void sums_of_tiles(const TileSource* left, const TileS
   const char *l0 = left[0].at, *l1 = left[L - 1].at, *r0 = right[0].at, *r1 = right[R - 1].at;
   TileFetch fetch = next;
   if (first) {
-    zero_tile<0>();
-    if constexpr (R > 1) zero_tile<1>();
-    if constexpr (L > 1) zero_tile<2>();
-    if constexpr (L > 1 && R > 1) zero_tile<3>();
+    zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
   } else {
     load_tile<0>(sums, kTileRowBytes);
     if constexpr (R > 1) load_tile<1>(sums + size, kTileRowBytes);
@@ -125,20 +122,14 @@ struct TilesOfBf16 {
   template <int S, int L, int R>
   INLINE void add_product() { add_product_of_bf16<S, L, R>(); }
 
-  static void pack_row(const LinearArgs& a, const float* x, float* out) {
-    const int64_t whole = a.k / kStep * kStep;
-    const Stats stats = row_stats(a, x);
-    pack<Rounded>(a, x, out, LANES, 0, whole, stats);
-    if (whole < a.k) pack_tail<Rounded>(a, x, out + whole / 2, LANES, stats);
-  }
   // Vectors are stored at full length; what is too much of one lies where the next words come.
   static void pack_group(const LinearArgs& a, const float* x, int64_t rows, float* out, std::vector<vf>& scratch) {
-    if (rows == 1) return pack_row(a, x, out);
+    if (rows == 1) return pack<Rounded>(a, x, out, LANES);
     constexpr int64_t parts = kTile / LANES;
     const int64_t count = words(a);
     scratch.resize(kTile * count / LANES);
     float* in = (float*)scratch.data();
-    for (int64_t r = 0; r < rows; r++) pack_row(a, x + r * a.ldx, in + r * count);
+    for (int64_t r = 0; r < rows; r++) pack<Rounded>(a, x + r * a.ldx, in + r * count, LANES);
     for (int64_t i = 0; i < count; i += LANES) {
       vf t[kTile];
       for (int64_t p = 0; p < parts; p++) {
@@ -270,14 +261,10 @@ TileFetch fetch_of_tiles(const LinearArgs& a, int64_t n, int64_t tiles, int64_t 
 template <class T>
 void rows_by_tiles(const LinearArgs& a, const float* x, float* y, int64_t m, const Team& team) {
   static thread_local std::vector<vf> memory, own, held;
-  const int64_t size = T::group_size(a), groups = parts_of(m, kTile), blocks = parts_of(a.n, kTile), room = groups * size;
-  const bool share = team.size > 1 && m >= kShareFrom;
-  if (!share) own.resize(parts_of(room, LANES));
-  float* packed = share ? team.shared(room) : (float*)own.data();
-  for (int64_t g = share ? team.id : 0; g < groups; g += share ? team.size : 1)
-    T::pack_group(a, x + g * kTile * a.ldx, std::min(kTile, m - g * kTile), packed + g * size, memory);
-  if (share) team.wait();
-
+  const int64_t size = T::group_size(a), groups = parts_of(m, kTile), blocks = parts_of(a.n, kTile);
+  const float* packed = packed_rows(team, m, groups, groups * size, own, [&](int64_t g, float* out) {
+    T::pack_group(a, x + g * kTile * a.ldx, std::min(kTile, m - g * kTile), out + g * size, memory);
+  });
   const int64_t across = threads_across(blocks, groups, team.size), down = team.size / across, mine = team.id % across;
   const int64_t begin = blocks * mine / across, count = blocks * (mine + 1) / across - begin, strips = parts_of(count, 2);
   const int64_t first = groups * (team.id / across) / down, last = groups * (team.id / across + 1) / down;

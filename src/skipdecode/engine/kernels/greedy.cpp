@@ -19,12 +19,8 @@ namespace {
 void pick(const float* logits, int64_t count, int64_t* token, float* logprob) {
   const int64_t whole = count - count % LANES;
   vf most = splat(-INFINITY);
-  for (int64_t i = 0; i < whole; i += LANES) {
-    const vf v = load(logits + i);
-    most = v > most ? v : most;
-  }
-  float peak = -INFINITY;
-  for (int l = 0; l < LANES; l++) peak = std::max(peak, most[l]);
+  for (int64_t i = 0; i < whole; i += LANES) most = larger(load(logits + i), most);
+  float peak = largest_lane(most);
   for (int64_t i = whole; i < count; i++) peak = std::max(peak, logits[i]);
   vf sums{};
   for (int64_t i = 0; i < whole; i += LANES) sums += exp_fast(load(logits + i) - peak);

@@ -171,8 +171,6 @@ INLINE void peak_sums(const uint8_t* codes, const int8_t* part, const State& s, 
 
 #endif
 
-INLINE vf magnitude(vf v) { return bits((vu)v & 0x7fffffffu); }
-
 // The tokens of a group that a row can want by the lower bounds so far; theirs are added.
 void bound(const LikeliestArgs& a, int64_t first, const vi (*sums)[kVectors], const State& s, Found& found) {
   for (int r = 0; r < kVectors; r++) {

@@ -80,7 +80,7 @@ struct StackArgs {
 
 // y for this thread's share of the weight rows.
 void linear_share(const LinearArgs& a, const Team& team);
-// A row x as bf16 or fp32 weights meet it: through the prologue, rounded where they round it.
+// A row x as bf16 or fp32 weights meet it: through the prologue, rounded where they round it; zeros to the end of its last step.
 void activations_met(const LinearArgs& a, const float* x, float* out);
 // y += norm(x) for this thread's share of the rows.
 void add_normed_share(const LinearArgs& a, const Team& team);

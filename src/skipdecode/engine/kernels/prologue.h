@@ -43,17 +43,21 @@ INLINE vf prologue(const LinearArgs& a, const float* x, int64_t i, Stats s) {
   }
 }
 
-// Columns [begin, end) of a row through the prologue into `out`, parts `apart` floats apart, in the order of the weights.
+// Whole steps of a row through the prologue into `out`, parts `apart` floats apart, in the order of the weights; their end.
 template <class F>
-void pack(const LinearArgs& a, const float* x, float* out, int64_t apart, int64_t begin, int64_t end, Stats s) {
-  for (int64_t i = begin; i < end; i += kPair, out += F::kPutParts * apart)
+INLINE float* pack_steps(const LinearArgs& a, const float* x, float* out, int64_t apart, int64_t columns, Stats s) {
+  for (int64_t i = 0; i < columns; i += kPair, out += F::kPutParts * apart)
     F::put(out, apart, prologue(a, x, i, s), prologue(a, x, i + LANES, s));
+  return out;
 }
 
-// The last step's columns where they are fewer than a step, and zeros.
+// A row through the prologue, and zeros to the end of its last step. One copy, so that its roundings are the same everywhere.
 template <class F>
-void pack_tail(const LinearArgs& a, const float* x, float* out, int64_t apart, Stats s) {
-  const int64_t whole = a.k - a.k % kStep, count = a.k - whole;
+__attribute__((noinline)) void pack(const LinearArgs& a, const float* x, float* out, int64_t apart) {
+  const Stats s = row_stats(a, x);
+  const int64_t count = a.k % kStep, whole = a.k - count;
+  out = pack_steps<F>(a, x, out, apart, whole, s);
+  if (!count) return;
   LinearArgs one = a;
   float xs[2 * kStep] = {}, gamma[kStep] = {}, beta[kStep] = {};
   memcpy(xs, x + whole, count * sizeof(float));
@@ -61,12 +65,24 @@ void pack_tail(const LinearArgs& a, const float* x, float* out, int64_t apart, S
   if (a.gamma) memcpy(gamma, a.gamma + whole, count * sizeof(float));
   if (a.beta) memcpy(beta, a.beta + whole, count * sizeof(float));
   one.k = kStep, one.gamma = gamma, one.beta = a.beta ? beta : nullptr;
-  pack<F>(one, xs, out, apart, 0, kStep, s);
+  pack_steps<F>(one, xs, out, apart, kStep, s);
 }
+
+INLINE int64_t parts_of(int64_t size, int64_t most) { return (size + most - 1) / most; }
 
 constexpr int64_t kShareFrom = 32;  // activation rows that threads pack for each other
 
-INLINE int64_t parts_of(int64_t size, int64_t most) { return (size + most - 1) / most; }
+// The `floats` numbers that pack(i, numbers) makes of m activation rows, for each i below `count`. Of few rows, each thread packs
+// all for itself, which is cheaper than a barrier and than fetching another core's lines.
+template <class Pack>
+float* packed_rows(const Team& team, int64_t m, int64_t count, int64_t floats, std::vector<vf>& own, Pack pack) {
+  const bool share = team.size > 1 && m >= kShareFrom;
+  if (!share) own.resize(parts_of(floats, LANES));
+  float* out = share ? team.shared(floats) : (float*)own.data();
+  for (int64_t i = share ? team.id : 0; i < count; i += share ? team.size : 1) pack(i, out);
+  if (share) team.wait();
+  return out;
+}
 
 INLINE vf load_some(const float* p, int64_t count) {
   if (count >= LANES) return load(p);

@@ -63,12 +63,12 @@ __attribute__((noinline)) void block(const typename F::Row* w, const float* x, v
     for (int c = 0; c < M; c++) sums[c * kStrip + r * Apart] = acc[r][c];
 }
 
-// The block for `cols` activation rows, Least to M.
-template <class F, int R, int Least, int M, int Apart>
+// The block for `cols` activation rows, at most M.
+template <class F, int R, int M, int Apart>
 INLINE void block_of(int64_t cols, const typename F::Row* w, const float* x, vf* sums, int64_t k, bool first, const char* ahead,
                      int64_t apart) {
-  if constexpr (M > Least) {
-    if (cols < M) return block_of<F, R, Least, M - 1, Apart>(cols, w, x, sums, k, first, ahead, apart);
+  if constexpr (M > 1) {
+    if (cols < M) return block_of<F, R, M - 1, Apart>(cols, w, x, sums, k, first, ahead, apart);
   }
   block<F, R, M, Apart>(w, x, sums, k, first, ahead, apart);
 }
@@ -83,31 +83,25 @@ struct Panel {
 
 // How blocks take R weight rows from a thread's, begin to end. Of few activation rows, memory sets the pace: the rows lie far
 // apart, each in a stream of its own that the CPU's prefetchers know. Of more, they are neighbours.
-template <class F>
-struct Thin {
+template <class F, int Rows, int Cols, bool Streams>
+struct RowBlocks {
   using Format = F;
-  static constexpr int R = F::kPadded ? kUnpackedRows : kThinRows, Least = 1, M = F::kPadded ? kUnpackedCols : kThinCols;
-  static constexpr int Apart = kPanel * kStrip;
+  static constexpr int R = Rows, M = Cols, Apart = Streams ? kPanel * kStrip : 1;
   int64_t begin, end;
-  int64_t lines() const { return (end - begin + R - 1) / R; }
-  int64_t apart() const { return lines(); }
+  int64_t apart() const { return Streams ? parts_of(end - begin, R) : 1; }
+  int64_t lines() const { return Streams ? apart() : end - begin; }
 };
 
 template <class F>
-struct Wide {
-  using Format = F;
-  // A last panel may have any number of rows.
-  static constexpr int R = kRows, Least = 1, M = kCols, Apart = 1;
-  int64_t begin, end;
-  int64_t lines() const { return end - begin; }
-  int64_t apart() const { return 1; }
-};
+using Thin = RowBlocks<F, F::kPadded ? kUnpackedRows : kThinRows, F::kPadded ? kUnpackedCols : kThinCols, true>;
+template <class F>
+using Wide = RowBlocks<F, kRows, kCols, false>;
 
 // Where the block at row `n` fetches ahead: on in its rows' streams, or, of a row that is read in chunks, in the next rows. A
 // panel that finds its slab in L2 fetches the next one there.
 template <class T>
 INLINE const char* place_ahead(const LinearArgs& a, const Panel& p, int64_t n, int64_t k0, int64_t k) {
-  const char* at = (const char*)T::Format::row(a, n, k0).w;
+  const char* at = (const char*)T::Format::row(a, n, k0);
   if (p.slab) return at + p.slab * a.ldw;
   if (T::Apart > 1) return at + (k * T::Format::kStepBytes / kStep < a.ldw ? a.ldw : (p.m == 1 ? kAheadOfOne : kAhead) / T::R);
   return at + (kAhead / (T::R * k * T::Format::kStepBytes / kStep) + 1) * T::R * a.ldw;
@@ -122,22 +116,15 @@ INLINE void blocks(const LinearArgs& a, const Panel& p, const T& t, const typena
   for (int64_t c = 0; c < p.m; c += p.group) {
     const int64_t cols = std::min(p.group, p.m - c);
     const float* x = p.x + (p.padded * c + k0 * cols) / kStep * kWidth;
-    block_of<typename T::Format, T::R, T::Least, T::M, T::Apart>(cols, w, x, sums + c * kStrip, k, k0 == 0, ahead, apart);
+    block_of<typename T::Format, T::R, T::M, T::Apart>(cols, w, x, sums + c * kStrip, k, k0 == 0, ahead, apart);
     ahead = (const char*)x, apart = 0;  // once is enough
   }
 }
 
-// The columns behind the last whole step, of a block's rows copied to where zeros follow them.
+// The columns behind the last whole step.
 template <class T>
-void tail_blocks(const LinearArgs& a, const Panel& p, const T& t, const typename T::Format::Row* from, vf* sums) {
-  using F = typename T::Format;
-  alignas(64) char rows[T::R][F::kStepBytes] = {};
-  typename F::Row w[T::R];
-  for (int64_t r = 0; r < T::R; r++) {
-    memcpy(rows[r], from[r].w, (a.k - p.columns) * F::kStepBytes / kStep);
-    w[r].w = (decltype(w[r].w))rows[r];
-  }
-  blocks(a, p, t, w, sums, p.columns, kStep, (const char*)p.x);
+__attribute__((noinline)) void tail_blocks(const LinearArgs& a, const Panel& p, const T& t, const typename T::Format::Row* w, vf* sums) {
+  blocks(a, p, t, Tail<typename T::Format, T::R>(a, w).rows, sums, p.columns, kStep, (const char*)p.x);
 }
 
 // Outputs of kStrip lines from `line` on, as far as there are.
@@ -166,19 +153,12 @@ void strip(const LinearArgs& a, const Panel& p, float* y, const T& t, int64_t li
   }
 }
 
-// Rows x through the prologue. Of few rows, each thread packs all for itself, which is cheaper than a barrier and than fetching
-// another core's lines.
+// Rows x through the prologue.
 template <class F>
-__attribute__((noinline)) void pack_panel(const LinearArgs& a, const Panel& p, const float* x, float* out) {
-  constexpr int64_t kWidth = F::kParts * LANES;
-  const int64_t whole = a.k / kStep * kStep;
+void pack_panel(const LinearArgs& a, const Panel& p, const float* x, float* out) {
   for (int64_t c = 0; c < p.m; c++) {
     const int64_t begin = c / p.group * p.group, apart = std::min(p.group, p.m - begin) * LANES;
-    float* to = out + p.padded * begin / kStep * kWidth + (c - begin) * LANES;
-    const float* from = x + c * a.ldx;
-    const Stats stats = row_stats(a, from);
-    pack<F>(a, from, to, apart, 0, whole, stats);
-    if (whole < a.k) pack_tail<F>(a, from, to + whole / kStep * F::kParts * apart, apart, stats);
+    pack<F>(a, x + c * a.ldx, out + p.padded * begin / kStep * F::kParts * LANES + (c - begin) * LANES, apart);
   }
 }
 
@@ -202,31 +182,29 @@ template <class F>
 void rows(const LinearArgs& a, const float* x, float* y, int64_t m, const Team& team) {
   constexpr int64_t kWidth = F::kParts * LANES;
   const int64_t padded = parts_of(a.k, kStep) * kStep, columns = F::kPadded ? padded : a.k / kStep * kStep;
-  const int64_t fit = padded / kStep * kWidth * 4 * kPanel <= kChunkBytes ? kPanel : kCols;
+  const int64_t width = padded / kStep * kWidth;  // floats of a packed row
+  const int64_t fit = width * 4 * kPanel <= kChunkBytes ? kPanel : kCols;
   const int64_t panels = parts_of(m, fit), most = parts_of(m, panels);
   const int64_t steps = columns / kStep, chunks = parts_of(steps * kWidth * 4 * most, kChunkBytes);
   const int64_t depth = std::max<int64_t>(1, parts_of(steps, std::max<int64_t>(1, chunks))) * kStep;
   // More rows than a thin block takes meet their weights twice, unless that means to unpack them twice.
   const bool thin = m <= (F::kPadded ? kUnpackedCols : kThinMost);
   const int64_t cols = thin ? Thin<F>::M : kCols;
-  static thread_local std::vector<vf> memory;
-  const int64_t room = kPanel * kStrip * Thin<F>::R;
-  const int64_t size = m * padded / kStep * F::kParts;  // of all panels
-  const bool share = team.size > 1 && m >= kShareFrom;
-  memory.resize(room + (share ? 0 : size));
-  float* packed = share ? team.shared(size * LANES) : (float*)(memory.data() + room);
-  Panel made[kMostRows / kCols];
-  for (int64_t i = 0; i < panels; i++) {
+  static thread_local std::vector<vf> own, sums;
+  sums.resize(kPanel * kStrip * Thin<F>::R);
+  const auto panel = [&](int64_t i, const float* packed) {
     const int64_t rows = std::min(most, m - i * most), group = parts_of(rows, parts_of(rows, cols));
-    float* out = packed + i * most * padded / kStep * kWidth;
-    made[i] = {out, rows, group, columns, padded, depth, 0};
-    if (!share || i % team.size == team.id) pack_panel<F>(a, made[i], x + i * most * a.ldx, out);
-  }
-  if (share) team.wait();
+    return Panel{packed + i * most * width, rows, group, columns, padded, depth, 0};
+  };
+  const float* packed = packed_rows(team, m, panels, m * width, own, [&](int64_t i, float* out) {
+    pack_panel<F>(a, panel(i, out), x + i * most * a.ldx, out + i * most * width);
+  });
+  Panel all[kMostRows / kCols];
+  for (int64_t i = 0; i < panels; i++) all[i] = panel(i, packed);
   const int64_t each = parts_of(parts_of(a.n, team.size), Thin<F>::R) * Thin<F>::R;
   const int64_t begin = std::min(a.n, team.id * each), end = std::min(a.n, begin + each);
-  if (thin) pass<Thin<F>>(a, made, panels, y, begin, end, memory.data());
-  else pass<Wide<F>>(a, made, panels, y, begin, end, memory.data());
+  if (thin) pass<Thin<F>>(a, all, panels, y, begin, end, sums.data());
+  else pass<Wide<F>>(a, all, panels, y, begin, end, sums.data());
 }
 
 template <DType D, bool Dot>
@@ -236,23 +214,18 @@ void linear(const LinearArgs& a, const Team& team) {
     rows<Weights<D, Dot>>(a, a.x + i * a.ldx, a.y + i * a.ldy, std::min(kMostRows, a.m - i), team);
 }
 
-// A row's activations as the weights meet them, in the order of k.
-template <class F>
-void met(const LinearArgs& a, const float* x, float* out) {
-  const int64_t padded = parts_of(a.k, kStep) * kStep;
-  std::vector<float> packed(padded / kStep * F::kParts * LANES);
-  pack_panel<F>(a, {nullptr, 1, 1, padded, padded, 0, 0}, x, packed.data());
-  for (int64_t i = 0; i < a.k; i++) out[i] = F::activation(packed.data(), i);
-}
-
 }  // namespace
 
 void activations_met(const LinearArgs& a, const float* x, float* out) {
 #if defined(HAS_BF16_DOT) || defined(HAS_TILES)
-  if (a.round && a.dtype == kBFloat16) return met<Rounded>(a, x, out);
+  if (a.round && a.dtype == kBFloat16) {
+    std::vector<uint16_t> halves(parts_of(a.k, kStep) * kStep);
+    pack<Rounded>(a, x, (float*)halves.data(), LANES);
+    for (size_t i = 0; i < halves.size(); i++) out[i] = widen(halves[i]);
+    return;
+  }
 #endif
-  if (a.dtype == kBFloat16) return met<Weights<kBFloat16, false>>(a, x, out);
-  met<Weights<kFloat32, false>>(a, x, out);
+  pack<Exact>(a, x, out, LANES);
 }
 
 void add_normed_share(const LinearArgs& a, const Team& team) {

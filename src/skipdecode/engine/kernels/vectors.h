@@ -57,12 +57,12 @@ INLINE vf hold(vf v) {
 INLINE vf load(const float* p) { return *(const vf_any*)p; }
 INLINE void store(float* p, vf v) { *(vf_any*)p = v; }
 INLINE vf splat(float v) { return vf{} + v; }
-INLINE vf bits(vu v) { return (vf)v; }
+INLINE vf magnitude(vf v) { return (vf)((vu)v & 0x7fffffffu); }
 
 // 2 * LANES numbers from `p`. bf16 pairs lie as (even, odd) halves of 32-bit words, so a shift gives the even ones and a mask
 // the odd ones; what meets them is packed in the same order.
-INLINE vf load_even(const uint16_t* p) { return bits(*(const vu_any*)p << 16); }
-INLINE vf load_odd(const uint16_t* p) { return bits(*(const vu_any*)p & 0xffff0000u); }
+INLINE vf load_even(const uint16_t* p) { return (vf)(*(const vu_any*)p << 16); }
+INLINE vf load_odd(const uint16_t* p) { return (vf)(*(const vu_any*)p & 0xffff0000u); }
 INLINE vf load_even(const float* p) { return load(p); }
 INLINE vf load_odd(const float* p) { return load(p + LANES); }
 
@@ -92,6 +92,13 @@ INLINE uint32_t lanes_at_least(vf a, vf b) {
 #endif
 }
 #endif
+
+INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
+INLINE float largest_lane(vf v) {
+  float most = v[0];
+  for (int l = 1; l < LANES; l++) most = v[l] > most ? v[l] : most;
+  return most;
+}
 
 INLINE float sum(vf v) {
 #if defined(__AVX512F__)
@@ -148,7 +155,7 @@ INLINE vf splat_word(const float* p) {
 #else
   uint32_t word;
   memcpy(&word, p, 4);
-  return hold(bits(vu{} + word));
+  return hold((vf)(vu{} + word));
 #endif
 }
 

@@ -2,7 +2,7 @@
 //
 // A step has kParts vectors. Where the CPU multiplies pairs of bf16 (AVX512_BF16, ARM's BF16), a part is kPair weights as bf16
 // and the activations are rounded to bf16; else it is LANES weights as fp32. int8 weights are exact in both. `put` stores
-// kPair activations as kPutParts parts, `apart` floats apart; `activation` finds one of a row's.
+// kPair activations as kPutParts parts, `apart` floats apart.
 #pragma once
 
 #include "amx.h"
@@ -23,7 +23,35 @@ INLINE vf add_bf16_product(vf a, vf b, vf sum) { return (vf)vbfdotq_f32((float32
 INLINE vf rounded(vf first, vf second) {
   return (vf)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)first), (float32x4_t)second);
 }
+#elif defined(HAS_TILES)
+INLINE vf rounded(vf first, vf second) {
+  uint16_t halves[kPair];
+  for (int i = 0; i < LANES; i++) narrow(first[i], halves + i), narrow(second[i], halves + LANES + i);
+  return load((const float*)halves);
+}
 #endif
+
+// Weights in rows, of which those of bytes are padded to whole steps.
+template <class T>
+struct Stored {
+  using Row = const T*;
+  static constexpr bool kPadded = sizeof(T) == 1;
+  static constexpr int64_t kStepBytes = sizeof(T) * kStep;
+  INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return (Row)a.w + n * (kPadded ? a.ldw : a.k) + k; }
+};
+
+// The columns behind the last whole step, of R rows copied to where zeros follow them.
+template <class F, int R>
+struct Tail {
+  alignas(64) char bytes[R][F::kStepBytes] = {};
+  typename F::Row rows[R];
+  Tail(const LinearArgs& a, const typename F::Row* from) {
+    for (int64_t r = 0; r < R; r++) {
+      memcpy(bytes[r], from[r], a.k % kStep * sizeof(*from[r]));
+      rows[r] = (typename F::Row)bytes[r];
+    }
+  }
+};
 
 template <DType D, bool Dot>
 struct Weights;
@@ -34,35 +62,23 @@ struct Exact {
   INLINE vf add_product(vf w, vf x, vf sum) { return fma(w, x, sum); }
   static constexpr int kPutParts = 2;
   INLINE void put(float* out, int64_t apart, vf a, vf b) { store(out, a), store(out + apart, b); }
-  INLINE float activation(const float* packed, int64_t i) { return packed[i]; }
 };
 
 template <>
-struct Weights<kFloat32, false> : Exact {
-  static constexpr bool kPadded = false;
-  static constexpr int64_t kStepBytes = 4 * kStep;
-  struct Row { const float* w; };
-  INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return {(const float*)a.w + n * a.k + k}; }
-  INLINE vf part(Row r, int64_t i, int p) { return load(r.w + i + p * LANES); }
+struct Weights<kFloat32, false> : Stored<float>, Exact {
+  INLINE vf part(Row w, int64_t i, int p) { return load(w + i + p * LANES); }
 };
 
 template <>
-struct Weights<kBFloat16, false> : Exact {
-  static constexpr bool kPadded = false;
-  static constexpr int64_t kStepBytes = 2 * kStep;
-  struct Row { const uint16_t* w; };
-  INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return {(const uint16_t*)a.w + n * a.k + k}; }
-  INLINE vf part(Row r, int64_t i, int p) {
-    const uint16_t* w = r.w + i + p / 2 * kPair;
+struct Weights<kBFloat16, false> : Stored<uint16_t>, Exact {
+  INLINE vf part(Row w, int64_t i, int p) {
+    w += i + p / 2 * kPair;
     return p % 2 ? load_odd(w) : load_even(w);
   }
   INLINE void put(float* out, int64_t apart, vf a, vf b) {
     float t[kPair];
     store(t, a), store(t + LANES, b);
     for (int j = 0; j < LANES; j++) out[j] = t[2 * j], out[apart + j] = t[2 * j + 1];
-  }
-  INLINE float activation(const float* packed, int64_t i) {
-    return packed[i / kPair * kPair + i % 2 * LANES + i % kPair / 2];
   }
 };
 
@@ -80,56 +96,31 @@ INLINE vi widened(const void* p) {
 }
 
 template <>
-struct Weights<kInt8, false> : Exact {
-  static constexpr bool kPadded = true;
-  static constexpr int64_t kStepBytes = kStep;
-  struct Row { const int8_t* w; };
-  INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return {(const int8_t*)a.w + n * a.ldw + k}; }
-  INLINE vf part(Row r, int64_t i, int p) {
-    return __builtin_convertvector(widened(r.w + i + p * LANES), vf);
-  }
+struct Weights<kInt8, false> : Stored<int8_t>, Exact {
+  INLINE vf part(Row w, int64_t i, int p) { return __builtin_convertvector(widened(w + i + p * LANES), vf); }
 };
 
 #if defined(HAS_BF16_DOT) || defined(HAS_TILES)
 struct Rounded {
   static constexpr int kParts = kStep / kPair, kPutParts = 1;
+  INLINE void put(float* out, int64_t, vf a, vf b) { store(out, rounded(a, b)); }
 #ifdef HAS_BF16_DOT
   INLINE vf add_product(vf w, vf x, vf sum) { return add_bf16_product(w, x, sum); }
-  INLINE void put(float* out, int64_t, vf a, vf b) { store(out, rounded(a, b)); }
-#else
-  INLINE void put(float* out, int64_t, vf a, vf b) {
-    uint16_t halves[kPair];
-    for (int i = 0; i < LANES; i++) narrow(a[i], halves + i), narrow(b[i], halves + LANES + i);
-    memcpy(out, halves, sizeof(halves));
-  }
 #endif
-  INLINE float activation(const float* packed, int64_t i) {
-    uint16_t half;
-    memcpy(&half, (const char*)packed + 2 * i, 2);
-    return widen(half);
-  }
 };
 #endif
 
 #ifdef HAS_BF16_DOT
 template <>
-struct Weights<kBFloat16, true> : Rounded {
-  static constexpr bool kPadded = false;
-  static constexpr int64_t kStepBytes = 2 * kStep;
-  using Row = Weights<kBFloat16, false>::Row;
-  INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return Weights<kBFloat16, false>::row(a, n, k); }
-  INLINE vf part(Row r, int64_t i, int p) { return load((const float*)(r.w + i + p * kPair)); }
+struct Weights<kBFloat16, true> : Stored<uint16_t>, Rounded {
+  INLINE vf part(Row w, int64_t i, int p) { return load((const float*)(w + i + p * kPair)); }
 };
 
 template <>
-struct Weights<kInt8, true> : Rounded {
-  static constexpr bool kPadded = true;
-  static constexpr int64_t kStepBytes = kStep;
-  using Row = Weights<kInt8, false>::Row;
-  INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return Weights<kInt8, false>::row(a, n, k); }
-  INLINE vf part(Row r, int64_t i, int p) {
+struct Weights<kInt8, true> : Stored<int8_t>, Rounded {
+  INLINE vf part(Row w, int64_t i, int p) {
     using F = Weights<kInt8, false>;
-    return rounded(F::part(r, i, 2 * p), F::part(r, i, 2 * p + 1));
+    return rounded(F::part(w, i, 2 * p), F::part(w, i, 2 * p + 1));
   }
 };
 #endif

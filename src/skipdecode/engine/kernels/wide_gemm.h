@@ -126,14 +126,10 @@ struct Turned {
   INLINE vf weights(vf w) { return w; }
   INLINE vf add_product(vf w, vf x, vf sum) { return F::add_product(w, x, sum); }
 
-  // An activation row through the prologue.
   static void pack_row(const LinearArgs& a, const float* x, float* out, std::vector<vf>& scratch) {
-    const int64_t whole = a.k / kStep * kStep, count = parts(a);
+    const int64_t count = parts(a);
     scratch.resize(count + LANES);
-    float* row = (float*)scratch.data();
-    const Stats stats = row_stats(a, x);
-    pack<F>(a, x, row, LANES, 0, whole, stats);
-    if (whole < a.k) pack_tail<F>(a, x, row + whole / kStep * F::kParts * LANES, LANES, stats);
+    pack<F>(a, x, (float*)scratch.data(), LANES);
     for (int64_t i = 0; i < count; i += LANES) {
       vf t[LANES];
       std::copy(scratch.data() + i, scratch.data() + i + LANES, t);
@@ -147,27 +143,22 @@ struct Turned {
     const int64_t count = parts(a), padded = count / F::kParts * kStep, columns = F::kPadded ? padded : a.k / kStep * kStep;
     typename F::Row rows[LANES];
     for (int64_t r = 0; r < LANES; r++) rows[r] = F::row(a, std::min(n + r, a.n - 1), 0);
-    const auto put = [&](int64_t k, int64_t to) __attribute__((always_inline)) {
+    const auto put = [&](const typename F::Row* from, int64_t k, int64_t to) __attribute__((always_inline)) {
 #pragma GCC unroll 8
       for (int p = 0; p < F::kParts; p++) {
         vf t[LANES];
 #pragma GCC unroll 16
-        for (int r = 0; r < LANES; r++) t[r] = F::part(rows[r], k, p);
+        for (int r = 0; r < LANES; r++) t[r] = F::part(from[r], k, p);
         turn(t);
 #pragma GCC unroll 16
         for (int order = 0; order < LANES; order++)
           store(out + (order * count + to / kStep * F::kParts + p) * LANES, t[chain(order)]);
       }
     };
-    for (int64_t k = 0; k < columns; k += kStep) put(k, k);
+    for (int64_t k = 0; k < columns; k += kStep) put(rows, k, k);
     if (columns == padded) return;
-    // Columns behind the last whole step, of rows copied to where zeros follow them.
-    alignas(64) char behind[LANES][F::kStepBytes] = {};
-    for (int64_t r = 0; r < LANES; r++) {
-      memcpy(behind[r], (const char*)rows[r].w + columns * F::kStepBytes / kStep, (a.k - columns) * F::kStepBytes / kStep);
-      rows[r].w = (decltype(rows[r].w))behind[r];
-    }
-    put(0, columns);
+    for (auto& row : rows) row += columns;
+    put(Tail<F, LANES>(a, rows).rows, 0, columns);
   }
 
   static const float* strip(const LinearArgs& a, int64_t n, int64_t vectors, std::vector<vf>& memory) {
@@ -185,27 +176,27 @@ struct Turned {
 // too much. Groups are as short as tiles allow, which are stored at the end of each (W8A8 of 0.5B, KL to bf16: one group 4.1e-3,
 // groups of 512 1.8e-3, of 256 1.3e-3, of 64 0.9e-3).
 struct Bytes {
-  static constexpr int kChains = 1, kVectors = 16 / LANES, kRows = 4, kLeastVectors = kVectors, kGroupWords = 64;
+  static constexpr int kVectors = 16 / LANES, kRows = 4, kLeastVectors = kVectors, kGroupWords = 64;
   static constexpr bool kFetches = true;
   static int64_t parts(const LinearArgs& a) { return a.ldw / 4; }
   static int64_t row_size(const LinearArgs& a) {
     return parts(a) + parts_of(2 * parts_of(parts(a), kGroupWords), LANES) * LANES;
   }
+#if defined(HAS_TILES) || defined(__AVX512VNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
+  static constexpr int32_t kTooMuch = 128;  // weights are multiplied as they lie
+#else
+  static constexpr int32_t kTooMuch = 0;
+#endif
+  INLINE vf weights(vf w) { return kTooMuch ? w : (vf)((vu)w ^ 0x80808080u); }
 #if LANES == 16
-  INLINE vf weights(vf w) { return w; }
   INLINE vf add_product(vf w, vf x, vf sum) { return (vf)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
   INLINE vi whole_numbers(vf v) { return (vi)_mm512_cvtps_epi32((__m512)v); }
   INLINE void put_bytes(float* out, vi codes) { _mm_storeu_si128((__m128i*)out, _mm512_cvtsepi32_epi8((__m512i)codes)); }
-  constexpr static int32_t kTooMuch = 128;  // weights are multiplied as they lie
 #elif defined(__aarch64__)
 #ifdef __ARM_FEATURE_MATMUL_INT8
-  INLINE vf weights(vf w) { return w; }
   INLINE vf add_product(vf w, vf x, vf sum) { return (vf)vusdotq_s32((int32x4_t)sum, (uint8x16_t)w, (int8x16_t)x); }
-  constexpr static int32_t kTooMuch = 128;
 #else
-  INLINE vf weights(vf w) { return (vf)((vu)w ^ 0x80808080u); }
   INLINE vf add_product(vf w, vf x, vf sum) { return (vf)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x); }
-  constexpr static int32_t kTooMuch = 0;
 #endif
   INLINE vi whole_numbers(vf v) { return (vi)vcvtnq_s32_f32((float32x4_t)v); }
   INLINE void put_bytes(float* out, vi codes) {
@@ -213,7 +204,6 @@ struct Bytes {
     memcpy(out, &bytes, 4);
   }
 #else
-  INLINE vf weights(vf w) { return (vf)((vu)w ^ 0x80808080u); }
   // Two products of at most 127 * 127 fit 16 bits.
   INLINE vf add_product(vf w, vf x, vf sum) {
     const __m256i signs = _mm256_sign_epi8((__m256i)w, (__m256i)x), pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)x), signs);
@@ -225,11 +215,6 @@ struct Bytes {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(c), _mm256_extracti128_si256(c, 1));
     _mm_storel_epi64((__m128i*)out, _mm_packs_epi16(words, words));
   }
-#ifdef HAS_TILES
-  constexpr static int32_t kTooMuch = 128;
-#else
-  constexpr static int32_t kTooMuch = 0;
-#endif
 #endif
   // `total` and the integer sum of a group of columns, of which `behind` has what lies behind the row.
   INLINE vf add_group(vf sum, const float* behind, vf total) {
@@ -238,18 +223,10 @@ struct Bytes {
     return fma(__builtin_convertvector((vi)sum - more, vf), splat(behind[0]), total);
   }
 
-  struct Plain {
-    static constexpr int kParts = kStep / LANES, kPutParts = 2;
-    INLINE void put(float* out, int64_t apart, vf a, vf b) { store(out, a), store(out + apart, b); }
-  };
-
   static void pack_row(const LinearArgs& a, const float* x, float* out, std::vector<vf>& scratch) {
-    const int64_t whole = a.k / kStep * kStep, count = a.ldw / LANES;
+    const int64_t count = a.ldw / LANES;
     scratch.resize(count);
-    float* row = (float*)scratch.data();
-    const Stats stats = row_stats(a, x);
-    pack<Plain>(a, x, row, LANES, 0, whole, stats);
-    if (whole < a.k) pack_tail<Plain>(a, x, row + whole, LANES, stats);
+    pack<Exact>(a, x, (float*)scratch.data(), LANES);
     constexpr int64_t group = 4 * kGroupWords / LANES;
     float* behind = out + parts(a);
     for (int64_t begin = 0; begin < count; begin += group, behind += 2)
@@ -258,12 +235,8 @@ struct Bytes {
 
   static void pack_group(const vf* x, int64_t count, float* out, float* behind) {
     vf most{};
-    for (int64_t i = 0; i < count; i++) {
-      const vf size = bits((vu)x[i] & 0x7fffffffu);
-      most = size > most ? size : most;
-    }
-    float largest = 1e-30f;
-    for (int i = 0; i < LANES; i++) largest = std::max(largest, most[i]);
+    for (int64_t i = 0; i < count; i++) most = larger(magnitude(x[i]), most);
+    const float largest = std::max(1e-30f, largest_lane(most));
     vi sums{};
     for (int64_t i = 0; i < count; i++) {
       const vi codes = whole_numbers(x[i] * (127.0f / largest));
@@ -308,8 +281,11 @@ struct Corner {
   const char* ahead;
 };
 
-template <class T, int M, int V>
-INLINE void tile_out(const LinearArgs& a, const Corner& at) {
+template <class T, int M, int V = kTileVectors>
+INLINE void tile_of(const LinearArgs& a, const Corner& at) {
+  if constexpr (V > T::kLeastVectors) {
+    if (at.vectors < V) return tile_of<T, M, V - 1>(a, at);
+  }
   const int64_t parts = T::parts(a), ldx = T::row_size(a);
   const int64_t rows = std::min<int64_t>(M, at.rows);
   for (int64_t r = 0; r < rows; r++)
@@ -322,14 +298,6 @@ INLINE void tile_out(const LinearArgs& a, const Corner& at) {
       const int64_t n = at.n + v * LANES;
       write(a, at.y + r * a.ldy, n, std::min<int64_t>(LANES, a.n - n), sums[r * V + v]);
     }
-}
-
-template <class T, int M, int V = kTileVectors>
-INLINE void tile_of(const LinearArgs& a, const Corner& at) {
-  if constexpr (V > T::kLeastVectors) {
-    if (at.vectors < V) return tile_of<T, M, V - 1>(a, at);
-  }
-  tile_out<T, M, V>(a, at);
 }
 
 // The activation rows of the next tile where so many are left: what in the end leaves the fewest over.
@@ -345,13 +313,9 @@ void wide_rows(const LinearArgs& a, const float* x, float* y, int64_t m, const T
   static thread_local std::vector<vf> memory, rows;
   constexpr int64_t kBlock = T::kVectors * LANES;  // weight rows
   const int64_t size = T::row_size(a), blocks = parts_of(a.n, kBlock);
-  // Of few rows, each thread packs all for itself, which is cheaper than a barrier.
-  const bool share = team.size > 1 && m >= kShareFrom;
-  const int64_t room = (m + T::kRows) * size;
-  if (!share) rows.resize(parts_of(room, LANES));
-  float* packed = share ? team.shared(room) : (float*)rows.data();
-  for (int64_t c = share ? team.id : 0; c < m; c += share ? team.size : 1) T::pack_row(a, x + c * a.ldx, packed + c * size, memory);
-  if (share) team.wait();
+  const float* packed = packed_rows(team, m, m, (m + T::kRows) * size, rows, [&](int64_t c, float* out) {
+    T::pack_row(a, x + c * a.ldx, out + c * size, memory);
+  });
   const int64_t across = threads_across(blocks, parts_of(m, T::kRows), team.size), down = team.size / across;
   const int64_t mine = team.id % across, begin = blocks * mine / across, count = blocks * (mine + 1) / across - begin;
   const int64_t first = m * (team.id / across) / down, last = m * (team.id / across + 1) / down;
