@@ -13,13 +13,9 @@
 
 namespace {
 
-struct Place {
-  int64_t slot, position;
-};
-
 template <class T>
-INLINE T* page_of(const AttentionArgs& a, Place p, int64_t position, int64_t kind, int64_t head) {
-  const int64_t id = a.table[p.slot * a.table_width + position / a.page_tokens];
+INLINE T* page_of(const AttentionArgs& a, int64_t slot, int64_t position, int64_t kind, int64_t head) {
+  const int64_t id = a.table[slot * a.table_width + position / a.page_tokens];
   const int64_t rows = (id * 2 + kind) * a.kv_heads + head;
   return (T*)a.pages + rows * a.page_tokens * a.dim;
 }
@@ -35,18 +31,14 @@ void turn_head(const AttentionArgs& a, float* x, int64_t position) {
   if (!a.cos) return;
   const int64_t half = a.rotated / 2;
   const float *__restrict c = a.cos + position * half, *__restrict s = a.sin + position * half;
-  for (int64_t i = 0; a.pairs && i < half; i++) {
-    const float first = x[2 * i], second = x[2 * i + 1];
-    x[2 * i] = first * c[i] - second * s[i];
-    x[2 * i + 1] = second * c[i] + first * s[i];
-  }
-  if (a.pairs) return;
+  const auto turn = [&](float& low, float& high, int64_t i) __attribute__((always_inline)) {
+    const float first = low, second = high;
+    low = first * c[i] - second * s[i];
+    high = second * c[i] + first * s[i];
+  };
   float *__restrict low = x, *__restrict high = x + half;
-  for (int64_t i = 0; i < half; i++) {
-    const float first = low[i], second = high[i];
-    low[i] = first * c[i] - second * s[i];
-    high[i] = second * c[i] + first * s[i];
-  }
+  for (int64_t i = 0; !a.pairs && i < half; i++) turn(low[i], high[i], i);
+  for (int64_t i = 0; a.pairs && i < half; i++) turn(x[2 * i], x[2 * i + 1], i);
 }
 
 // Norms and rotates `heads` heads at `position`.
@@ -67,59 +59,43 @@ INLINE vf scaled(const AttentionArgs& a, vf product) {
 
 template <class T>
 void append(const AttentionArgs& a, int64_t row) {
-  const Place p{a.slots[row], a.positions[row]};
+  const int64_t slot = a.slots[row], position = a.positions[row];
   float* x = a.qkv + row * (a.heads + 2 * a.kv_heads) * a.dim;
-  rotate(a, x, a.heads, a.q_gamma, p.position);
-  for (int64_t i = 0; a.q_scale && i < a.heads * a.dim; i++) x[i] *= a.q_scale[p.position];
-  rotate(a, x + a.heads * a.dim, a.kv_heads, a.k_gamma, p.position);
-  for (int64_t h = 0; h < a.kv_heads; h++) {
-    const float *k = x + (a.heads + h) * a.dim, *v = k + a.kv_heads * a.dim;
-    const int64_t at = p.position % a.page_tokens * a.dim;
-    T* to_k = page_of<T>(a, p, p.position, 0, h) + at;
-    T* to_v = page_of<T>(a, p, p.position, 1, h) + at;
-    for (int64_t i = 0; i < a.dim; i++) narrow(k[i], to_k + i);
-    for (int64_t i = 0; i < a.dim; i++) narrow(v[i], to_v + i);
+  rotate(a, x, a.heads, a.q_gamma, position);
+  for (int64_t i = 0; a.q_scale && i < a.heads * a.dim; i++) x[i] *= a.q_scale[position];
+  rotate(a, x + a.heads * a.dim, a.kv_heads, a.k_gamma, position);
+  for (int64_t h = 0; h < 2 * a.kv_heads; h++) {  // heads of keys, then of values
+    const float* from = x + (a.heads + h) * a.dim;
+    T* to = page_of<T>(a, slot, position, h / a.kv_heads, h % a.kv_heads) + position % a.page_tokens * a.dim;
+    for (int64_t i = 0; i < a.dim; i++) narrow(from[i], to + i);
   }
 }
 
-// A query head as keys of type T meet it, and its products with them: in bf16 where the CPU multiplies that, else in fp32.
+// Keys of type T are the weights of queries: in bf16 where the CPU multiplies that, else in fp32.
+#ifdef HAS_BF16_DOT
 template <class T>
-struct Query {
-#ifdef HAS_BF16_DOT
-  static constexpr bool kDot = sizeof(T) == 2;
+using Keys = Weights<sizeof(T) == 2 ? kBFloat16 : kFloat32, sizeof(T) == 2>;
 #else
-  static constexpr bool kDot = false;
+template <class T>
+using Keys = Weights<sizeof(T) == 2 ? kBFloat16 : kFloat32, false>;
 #endif
 
-  INLINE void put(const float* from, float* to) {
-#ifdef HAS_BF16_DOT
-    if constexpr (kDot) return store(to, rounded(load(from), load(from + LANES)));
-#endif
-    if constexpr (sizeof(T) == 4) return store(to, load(from)), store(to + LANES, load(from + LANES));
-    for (int64_t j = 0; j < LANES; j++) to[j] = from[2 * j], to[LANES + j] = from[2 * j + 1];
-  }
+template <class T>
+void pack_query(const float* from, float* to, int64_t dim, int64_t whole) {
+  std::copy(from + whole, from + dim, to + whole);
+  for (int64_t i = 0; i < whole; i += kPair) Keys<T>::put(to + i, LANES, load(from + i), load(from + i + LANES));
+}
 
-  static void pack(const float* from, float* to, int64_t dim, int64_t whole) {
-    std::copy(from + whole, from + dim, to + whole);
-    for (int64_t i = 0; i < whole; i += kPair) put(from + i, to + i);
-  }
-
-  // Lane sums of the product with one key.
-  INLINE vf product(const float* q, const T* k, int64_t whole) {
-    vf even{}, odd{};
-#ifdef HAS_BF16_DOT
-    if constexpr (kDot) {
-      for (int64_t i = 0; i < whole; i += kPair) even = add_bf16_product(load((const float*)(k + i)), load(q + i), even);
-      return even;
-    }
-#endif
-    for (int64_t i = 0; i < whole; i += kPair) {
-      even = fma(load_even(k + i), load(q + i), even);
-      odd = fma(load_odd(k + i), load(q + i + LANES), odd);
-    }
-    return even + odd;
-  }
-};
+// Lane sums of the product with one key.
+template <class T>
+INLINE vf product(const float* q, const T* k, int64_t whole) {
+  using F = Keys<T>;
+  vf sums[2] = {};
+  for (int64_t i = 0; i < whole; i += kPair)
+#pragma GCC unroll 2
+    for (int p = 0; p < F::kPutParts; p++) sums[p] = F::add_product(F::part(k, i, p), load(q + i + p * LANES), sums[p]);
+  return F::kPutParts == 2 ? sums[0] + sums[1] : sums[0];
+}
 
 // Scores of `count` keys that lie one after another, LANES at a time.
 template <class T>
@@ -129,7 +105,7 @@ INLINE void score(const AttentionArgs& a, float* scores, const float* q, const T
     const int64_t here = std::min<int64_t>(LANES, count - t);
     vf products[LANES];
     // Past the last key, again the last one: its score is overwritten.
-    for (int64_t j = 0; j < LANES; j++) products[j] = Query<T>::product(q, k + (t + std::min(j, here - 1)) * dim, whole);
+    for (int64_t j = 0; j < LANES; j++) products[j] = product(q, k + (t + std::min(j, here - 1)) * dim, whole);
     vf s = sums_of(products);
     if (whole < dim)
       for (int64_t j = 0; j < here; j++)
@@ -184,17 +160,21 @@ INLINE void add_scaled(float* acc, int64_t ldacc, const float* p, int64_t ldp, c
   for (int64_t g = 0; g < G && i < dim; g++) add_scaled_tail(acc + g * ldacc, p + g * ldp, v, count, dim, i);
 }
 
+// The same for `heads` query heads, G at a time as far as there are, then fewer.
+template <class T, int G>
+INLINE void add_values(float* acc, int64_t ldacc, const float* p, int64_t ldp, const T* v, int64_t count, int64_t dim,
+                       int64_t whole, int64_t heads) {
+  for (; heads >= G; heads -= G, acc += G * ldacc, p += G * ldp)
+    add_scaled<T, G, G == 1 ? 2 : 1>(acc, ldacc, p, ldp, v, count, dim, whole);
+  if constexpr (G > 1) add_values<T, G == 6 ? 3 : G - 1>(acc, ldacc, p, ldp, v, count, dim, whole, heads);
+}
+
 // Scores to weights that sum to one; `s` has room for one vector past `count`.
 void softmax(float* s, int64_t count) {
   for (int64_t i = count; i < count + LANES; i++) s[i] = -1e30f;
-  vf most = load(s);
-  for (int64_t i = LANES; i < count; i += LANES) {
-    const vf v = load(s + i);
-    most = v > most ? v : most;
-  }
-  float peak = most[0];
-  for (int l = 1; l < LANES; l++) peak = std::max(peak, most[l]);
-  vf total{};
+  vf most = load(s), total{};
+  for (int64_t i = LANES; i < count; i += LANES) most = larger(load(s + i), most);
+  const float peak = largest_lane(most);
   for (int64_t i = 0; i < count; i += LANES) {
     const vf e = exp_fast(load(s + i) - peak);
     store(s + i, e);
@@ -207,14 +187,14 @@ void softmax(float* s, int64_t count) {
 // Calls work(position, count, keys or values) for every run of positions [begin, end) that lie in one page, and fetches the
 // next page meanwhile.
 template <class T, class Work>
-INLINE void each_page(const AttentionArgs& a, Place p, int64_t kind, int64_t head, int64_t begin, int64_t end, Work work) {
+INLINE void each_page(const AttentionArgs& a, int64_t slot, int64_t kind, int64_t head, int64_t begin, int64_t end, Work work) {
   for (int64_t t = begin; t < end;) {
     const int64_t offset = t % a.page_tokens, here = std::min(a.page_tokens - offset, end - t);
     if (t + here < end) {
-      const char* next = (const char*)page_of<T>(a, p, t + here, kind, head);
+      const char* next = (const char*)page_of<T>(a, slot, t + here, kind, head);
       for (int64_t i = 0; i < a.page_tokens * a.dim * (int64_t)sizeof(T); i += 64) __builtin_prefetch(next + i, 0, 2);
     }
-    work(t, here, page_of<T>(a, p, t, kind, head) + offset * a.dim);
+    work(t, here, page_of<T>(a, slot, t, kind, head) + offset * a.dim);
     t += here;
   }
 }
@@ -231,26 +211,21 @@ void unpack(const float* from, float* to, int64_t dim, int64_t whole) {
 // Query heads [first, first + heads) of one row, which share a key head.
 template <class T>
 void attend(const AttentionArgs& a, int64_t row, int64_t first, int64_t heads, std::vector<float>& scratch) {
-  const Place p{a.slots[row], a.positions[row]};
-  const int64_t dim = a.dim, whole = dim - dim % kPair, head = first / (a.heads / a.kv_heads);
-  const int64_t end = p.position + 1, begin = a.window ? std::max<int64_t>(0, end - a.window) : 0;
+  const int64_t slot = a.slots[row], head = first / (a.heads / a.kv_heads), dim = a.dim, whole = dim - dim % kPair;
+  const int64_t end = a.positions[row] + 1, begin = a.window ? std::max<int64_t>(0, end - a.window) : 0;
   const int64_t count = end - begin, stride = count + 2 * LANES;
   const int64_t width = (dim + LANES - 1) / LANES * LANES;
   scratch.resize(heads * (stride + 2 * width));
   float *scores = scratch.data(), *q = scores + heads * stride, *acc = q + heads * width;
   std::fill(acc, acc + heads * width, 0.0f);
   const float* from = a.qkv + (row * (a.heads + 2 * a.kv_heads) + first) * dim;
-  for (int64_t g = 0; g < heads; g++) Query<T>::pack(from + g * dim, q + g * width, dim, whole);
-  each_page<T>(a, p, 0, head, begin, end, [&](int64_t t, int64_t here, const T* k) {
+  for (int64_t g = 0; g < heads; g++) pack_query<T>(from + g * dim, q + g * width, dim, whole);
+  each_page<T>(a, slot, 0, head, begin, end, [&](int64_t t, int64_t here, const T* k) {
     for (int64_t g = 0; g < heads; g++) score(a, scores + g * stride + t - begin, q + g * width, k, here, whole);
   });
   for (int64_t g = 0; g < heads; g++) softmax(scores + g * stride, count);
-  each_page<T>(a, p, 1, head, begin, end, [&](int64_t t, int64_t here, const T* v) {
-    const float* weights = scores + t - begin;
-    int64_t g = 0;
-    for (; g + 3 <= heads; g += 3) add_scaled<T, 3, 1>(acc + g * width, width, weights + g * stride, stride, v, here, dim, whole);
-    if (heads - g == 2) add_scaled<T, 2, 1>(acc + g * width, width, weights + g * stride, stride, v, here, dim, whole);
-    if (heads - g == 1) add_scaled<T, 1, 2>(acc + g * width, width, weights + g * stride, stride, v, here, dim, whole);
+  each_page<T>(a, slot, 1, head, begin, end, [&](int64_t t, int64_t here, const T* v) {
+    add_values<T, 3>(acc, width, scores + t - begin, stride, v, here, dim, whole, heads);
   });
   float* to = a.out + (row * a.heads + first) * dim;
   for (int64_t g = 0; g < heads; g++) unpack<T>(acc + g * width, to + g * dim, dim, whole);
@@ -264,22 +239,15 @@ constexpr int64_t kBlockHeads = 12;  // query heads of a block, at least those o
 
 template <class T>
 struct Run {
-  static constexpr int kPairs = Query<T>::kDot ? 1 : 2;  // vectors of 32 numbers of a key, that are chains of their own
-  static constexpr bool kServes = Query<T>::kDot || sizeof(T) == 4;
-
-  INLINE vf add(vf k, vf q, vf sum) {
-#ifdef HAS_BF16_DOT
-    if constexpr (Query<T>::kDot) return add_bf16_product(k, q, sum);
-#endif
-    return fma(k, q, sum);
-  }
+  static constexpr int kPairs = Keys<T>::kPutParts;  // vectors of 32 numbers of a key, that are chains of their own
+  static constexpr bool kServes = kPairs == 1 || sizeof(T) == 4;
 
   // Words [word, key] of 16 keys from position t on; past the last key, again the last one.
-  static void turn_keys(const AttentionArgs& a, Place p, int64_t head, int64_t t, int64_t end, float* out) {
+  static void turn_keys(const AttentionArgs& a, int64_t slot, int64_t head, int64_t t, int64_t end, float* out) {
     const float* keys[16];
     for (int64_t i = 0; i < 16; i++) {
       const int64_t at = std::min(t + i, end - 1);
-      keys[i] = (const float*)(page_of<T>(a, p, at, 0, head) + at % a.page_tokens * a.dim);
+      keys[i] = (const float*)(page_of<T>(a, slot, at, 0, head) + at % a.page_tokens * a.dim);
     }
     for (int64_t w = 0; w < a.dim / 32 * kPairs; w++) {
       vf words[16];
@@ -308,7 +276,8 @@ struct Run {
 #pragma GCC unroll 4
           for (int i = 0; i < N; i++) {
             const vf word = splat_word(q + i * width + s * kPair + c * LANES + chain(Order));
-            acc[c][2 * i] = add(low, word, acc[c][2 * i]), acc[c][2 * i + 1] = add(high, word, acc[c][2 * i + 1]);
+            acc[c][2 * i] = Keys<T>::add_product(low, word, acc[c][2 * i]);
+            acc[c][2 * i + 1] = Keys<T>::add_product(high, word, acc[c][2 * i + 1]);
           }
         }
 #pragma GCC unroll 8
@@ -323,25 +292,17 @@ struct Run {
     for (int i = 0; i < N; i++) store(scores + i * stride, scaled(a, found[2 * i])), store(scores + i * stride + 16, scaled(a, found[2 * i + 1]));
   }
 
-  // G heads at a time add what they take of a page's values.
-  template <int G, int P>
-  INLINE int64_t values(float* acc, const float* scores, int64_t stride, const T* v, int64_t here, int64_t dim, int64_t i, int64_t end) {
-    for (; i + G <= end; i += G) add_scaled<T, G, P>(acc + i * dim, dim, scores + i * stride, stride, v, here, dim, dim);
-    return i;
-  }
-
   // Query heads of `rows` rows from `row` on that share key head `head`; `keys` are turned.
   static void attend(const AttentionArgs& a, const float* keys, int64_t row, int64_t rows, int64_t head, std::vector<float>& scratch) {
-    const Place p{a.slots[row], a.positions[row]};
     const int64_t dim = a.dim, group = a.heads / a.kv_heads, queries = rows * group;
-    const int64_t least = p.position + 1, most = p.position + rows, stride = most + 4 * LANES;
+    const int64_t least = a.positions[row] + 1, most = a.positions[row] + rows, stride = most + 4 * LANES;
     scratch.resize(queries * (stride + 2 * dim));
     float *scores = scratch.data(), *q = scores + queries * stride, *acc = q + queries * dim;
     std::fill(acc, acc + queries * dim, 0.0f);
     const auto heads_of = [&](const float* of, int64_t width, int64_t i) {
       return (float*)of + ((row + i / group) * width + head * group + i % group) * dim;
     };
-    for (int64_t i = 0; i < queries; i++) Query<T>::pack(heads_of(a.qkv, a.heads + 2 * a.kv_heads, i), q + i * dim, dim, dim);
+    for (int64_t i = 0; i < queries; i++) pack_query<T>(heads_of(a.qkv, a.heads + 2 * a.kv_heads, i), q + i * dim, dim, dim);
     for (int64_t t = 0; t < most; t += 32) {
       const float* k = keys + t * dim / 2 * kPairs;
       int64_t i = 0;
@@ -350,15 +311,13 @@ struct Run {
     }
     for (int64_t i = 0; i < queries; i++) softmax(scores + i * stride, least + i / group);
     for (int64_t t = 0; t < most; t += a.page_tokens) {
-      const T* v = page_of<T>(a, p, t, 1, head);
+      const T* v = page_of<T>(a, a.slots[row], t, 1, head);
       // Rows that see the whole page together, those that end in it one by one.
       const bool whole = t + a.page_tokens <= least;
       for (int64_t r = 0; r < (whole ? 1 : rows); r++) {
-        const int64_t here = std::min(a.page_tokens, least + r - t), end = whole ? queries : (r + 1) * group;
+        const int64_t here = std::min(a.page_tokens, least + r - t), i = r * group;
         if (here <= 0) continue;
-        int64_t i = values<6, 1>(acc, scores + t, stride, v, here, dim, r * group, end);
-        i = values<3, 1>(acc, scores + t, stride, v, here, dim, i, end);
-        values<1, 2>(acc, scores + t, stride, v, here, dim, i, end);
+        add_values<T, 6>(acc + i * dim, dim, scores + i * stride + t, stride, v, here, dim, dim, whole ? queries : group);
       }
     }
     for (int64_t i = 0; i < queries; i++) unpack<T>(acc + i * dim, heads_of(a.out, a.heads, i), dim, dim);
@@ -375,7 +334,7 @@ struct Run {
         if (task++ % team.size != team.id) continue;
         if (!turned) {
           keys.resize(blocks * block);
-          for (int64_t b = 0; b < blocks; b++) turn_keys(a, {a.slots[row], 0}, head, b * 16, end, keys.data() + b * block);
+          for (int64_t b = 0; b < blocks; b++) turn_keys(a, a.slots[row], head, b * 16, end, keys.data() + b * block);
         }
         turned = true;
         attend(a, keys.data(), row + r, std::min(rows, count - r), head, scratch);
