@@ -17,8 +17,8 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 struct Clock {
   double* seconds;
   double last;
-  void note(Phase phase, bool on) {
-    if (!on) return;
+  void note(Phase phase) {
+    if (!seconds) return;
     const double before = last;
     seconds[phase] += (last = now()) - before;
   }
@@ -62,9 +62,7 @@ void unit_row(const LinearArgs& map, const float* x, float* y, int64_t width) {
   LinearArgs norm = map;
   norm.k = width, norm.prologue = kRmsNorm;
   const float scale = row_stats(norm, x).scale;
-  const int64_t whole = width - width % LANES;
-  for (int64_t i = 0; i < whole; i += LANES) store(y + i, load(x + i) * scale);
-  for (int64_t i = whole; i < width; i++) y[i] = x[i] * scale;
+  for (int64_t i = 0; i < width; i += LANES) store_some(y + i, width - i, load_some(x + i, width - i) * scale);
 }
 
 // Normed states of rows `from` to before `to` and of the tokens before each.
@@ -120,7 +118,6 @@ void run_layer(const StackArgs& s, int64_t index, const Team& team, Clock& clock
   const LayerArgs& layer = s.layers[index];
   const int64_t stored = s.layer_rows[index].stored, runs = s.layer_rows[index].runs, last = s.layer_rows[index].end;
   const int64_t n = last - runs;
-  const bool timed = clock.seconds != nullptr;
   // Each buffer has a line for every row; those of the rows that run begin at `runs`.
   float *hidden = s.hidden + runs * layer.qkv.ldx, *qkv = s.qkv + runs * layer.qkv.ldy;
   float *attended = s.attended + runs * layer.out.ldx, *wide = s.wide + runs * layer.mlp_in.ldy;
@@ -133,7 +130,7 @@ void run_layer(const StackArgs& s, int64_t index, const Team& team, Clock& clock
   };
   const auto end = [&](Phase phase) {
     team.wait();
-    clock.note(phase, timed);
+    clock.note(phase);
   };
   const auto add = [&](const LinearArgs& linear, const LinearArgs& norm, const float* x) {
     if (!norm.gamma) return linear_share(with(linear, n, x, hidden, 1), team);
