@@ -94,7 +94,7 @@ def _map(model):
 def test_prompts_of_another_set_are_projected():
     model, schedule = shared_model("llama"), replace(Schedule.from_speedup(LAYERS, 2, seq_len=8), prompt=GAPS)
     whole = random_fit(model, [LOWER])
-    fit = Fit(LAYERS, model.config.hidden_size, {}, {LOWER: {n: whole.prompt_map(LOWER, n) for n in range(3, LAYERS)}})
+    fit = Fit(LAYERS, model.config.hidden_size, {}, {LOWER: {n: whole.prompt_maps(LOWER)[n] for n in range(3, LAYERS)}})
     ids, mask = ragged_prompts()
     assert torch.equal(decode(model, schedule, fit, ids, mask)[1], decode(model, schedule, None, ids, mask)[1])
 
@@ -145,7 +145,7 @@ def test_a_schedule_that_a_fit_is_for_is_not_told_as_untuned():
         attach(model, replace(FLAT, prompt=LOWER), fit).detach()
     with pytest.warns(UntunedScheduleWarning, match="for other layers or prompts .*prompts that run 3 layers"):
         attach(model, replace(FLAT, prompt=GAPS), fit).detach()
-    half = Fit(LAYERS, model.config.hidden_size, {FLAT.dropped[0]: fit.bridge(FLAT.dropped[0])}, {})
+    half = Fit(LAYERS, model.config.hidden_size, fit.bridges_over(FLAT.dropped[:1]), {})
     with pytest.warns(UntunedScheduleWarning, match="not tuned under"):
         attach(model, FLAT, half).detach()
 

@@ -144,13 +144,13 @@ class FastModel:
         if (fit := self.fit) is None:
             return None
         maps, first, ones = {}, {}, torch.ones(fit.hidden_size)
-        for layer in range(fit.num_layers):
-            if prompt is not None and (prompt_map := fit.prompt_map(prompt, layer)) is not None:
-                # Without preceding tokens the map reads the states directly.
-                norm: dict[str, Any] = {} if fit.context_tokens else {"prologue": "rms_norm", "gamma": ones}
-                weight = prompt_map.weight.detach().to(self.dtype).contiguous()
-                maps[layer] = LinearSpec(weight, prompt_map.bias, eps=EPSILON, **norm)
-                first[layer] = prompt_map.first
+        # Without preceding tokens the maps read the states directly.
+        norm: dict[str, Any] = {} if fit.context_tokens else {"prologue": "rms_norm", "gamma": ones}
+        prompt_maps = {} if prompt is None else fit.prompt_maps(prompt)
+        for layer, prompt_map in prompt_maps.items():
+            weight = prompt_map.weight.detach().to(self.dtype).contiguous()
+            maps[layer] = LinearSpec(weight, prompt_map.bias, eps=EPSILON, **norm)
+            first[layer] = prompt_map.first
         return FitSpec(self._bridges, maps, first, fit.context_tokens)
 
     def _read(self, positions: int) -> ModelSpec:
@@ -163,15 +163,14 @@ class FastModel:
 def _bridges(fit: Fit, dtype: torch.dtype) -> dict[int, tuple[LinearSpec, LinearSpec]]:
     """The bridges of a fit for the kernels, with weights in the model's dtype."""
     bridges, ones = {}, torch.ones(fit.hidden_size)
-    for layer in range(fit.num_layers):
-        if (bridge := fit.bridge(layer)) is not None:
-            # A bridge of rank 0 is its bias: a row of zeros, for the kernels take no bridge without weights.
-            no_rank = (0, int(not len(bridge.down)))
-            down, up = functional.pad(bridge.down, (0, 0, *no_rank)), functional.pad(bridge.up, no_rank)
-            bridges[layer] = (
-                LinearSpec(down.detach().to(dtype).contiguous(), None, "rms_norm", ones, eps=EPSILON),
-                LinearSpec(up.detach().to(dtype).contiguous(), bridge.bias),
-            )
+    for layer, bridge in fit.bridges_over(range(fit.num_layers)).items():
+        # A bridge of rank 0 is its bias: a row of zeros, for the kernels take no bridge without weights.
+        no_rank = (0, int(not len(bridge.down)))
+        down, up = functional.pad(bridge.down, (0, 0, *no_rank)), functional.pad(bridge.up, no_rank)
+        bridges[layer] = (
+            LinearSpec(down.detach().to(dtype).contiguous(), None, "rms_norm", ones, eps=EPSILON),
+            LinearSpec(up.detach().to(dtype).contiguous(), bridge.bias),
+        )
     return bridges
 
 

@@ -75,32 +75,28 @@ class Fit(nn.Module):
         ranks = [len(bridge.down) for bridge in self.bridges.values()]  # type: ignore[arg-type]
         return sum(ranks) / max(1, len(ranks))
 
-    def bridge(self, layer: int) -> Bridge | None:
-        """The bridge over a layer; None if the state passes unchanged."""
-        return getattr(self.bridges, str(layer), None)
+    def bridges_over(self, layers: Iterable[int]) -> dict[int, Bridge]:
+        """The bridges over some layers, by layer; where there is none, the state passes unchanged."""
+        bridges: Any = self.bridges
+        return {layer: bridges[str(layer)] for layer in layers if str(layer) in bridges}
 
-    def prompt_map(self, prompt: Iterable[int], layer: int) -> PromptMap | None:
-        """The map of a layer for prompts that run the layers `prompt`; None if the layer's own projection is used."""
-        wanted = tuple(prompt)
-        for layers, maps in zip(self.prompt_sets, self.maps, strict=True):
-            if layers == wanted:
-                return getattr(maps, str(layer), None)
-        return None
+    def prompt_maps(self, prompt: Iterable[int]) -> dict[int, PromptMap]:
+        """The maps for prompts that run the layers `prompt`, by layer; the others' own projections are used."""
+        maps: Any = dict(zip(self.prompt_sets, self.maps, strict=True)).get(tuple(prompt), {})
+        return {int(layer): prompt_map for layer, prompt_map in maps.items()}
 
     def of_schedule(self, schedule: Schedule) -> Fit:
         """The part that a schedule uses."""
-        layers, prompt = range(self.num_layers), schedule.prompt_layers()
-        bridges = {n: bridge for n in schedule.dropped if (bridge := self.bridge(n)) is not None}
-        maps = {n: prompt_map for n in layers if (prompt_map := self.prompt_map(prompt, n)) is not None}
+        prompt = schedule.prompt_layers()
+        bridges, maps = self.bridges_over(schedule.dropped), self.prompt_maps(prompt)
         prompts = {prompt: maps} if maps else {}
         return Fit(self.num_layers, self.hidden_size, bridges, prompts, self.context_tokens if maps else 0, self.about)
 
     def serves(self, schedule: Schedule) -> bool:
         """Whether each layer that a schedule skips has a bridge, and its prompts have maps where they need some."""
-        prompt = schedule.prompt_layers()
-        return all(self.bridge(layer) is not None for layer in schedule.dropped) and not (
-            schedule.projected and prompt not in self.prompt_sets
-        )
+        if schedule.projected and schedule.prompt_layers() not in self.prompt_sets:
+            return False
+        return len(self.bridges_over(schedule.dropped)) == len(schedule.dropped)
 
     def describe(self) -> str:
         """Describe the maps in words."""

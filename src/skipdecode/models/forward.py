@@ -148,7 +148,7 @@ class CallArguments:
 class GenerationOptions:
     """The options of one `generate` call from all sources.
 
-    `given`: keyword arguments of the call, the KV cache under the model's name. `config`: the config object of the
+    `arguments`: those of the call by name, the KV cache under the model's name. `config`: the config object of the
     call. `model`: its generation config has the options that the call leaves open.
     """
 

@@ -56,14 +56,13 @@ class GateState:
 
     def take_fit(self, fit: Fit | None, schedule: Schedule, layers: Sequence[nn.Module]) -> None:
         """Use the parts of a fit, which is for these layers, for a schedule."""
-        numbers, prompt = range(schedule.num_layers), schedule.prompt_layers()
         if fit is None or schedule.is_full:
             self.bridges, self.maps = {}, {}
             return
         fit.to(next(layers[0].parameters()).device)
         self.context_tokens = fit.context_tokens
-        self.bridges = {n: bridge for n in numbers if (bridge := fit.bridge(n)) is not None}
-        self.maps = {n: prompt_map for n in schedule.projected if (prompt_map := fit.prompt_map(prompt, n)) is not None}
+        self.bridges = fit.bridges_over(range(schedule.num_layers))
+        self.maps = fit.prompt_maps(schedule.prompt_layers())
 
     def passed(self, index: int, hidden: Tensor) -> Tensor:
         """The states (batch, columns, hidden_size), after a layer, of tokens that skip the layer."""

@@ -72,7 +72,7 @@ def prompt_maps(fit: Fit | None, schedules: Sequence[Schedule]) -> dict[int, Pro
     sets = () if fit is None else [p for p in fit.prompt_sets if any(s.prompt_layers() == p for s in schedules)]
     by_layer, also_projects = {}, False
     for layer in sorted({layer for s in schedules for layer in s.projected} if sets else ()):
-        maps = tuple(fit.prompt_map(prompt, layer) for prompt in sets)  # type: ignore[union-attr]
+        maps = tuple(fit.prompt_maps(prompt).get(layer) for prompt in sets)  # type: ignore[union-attr]
         mapped = {prompt: n for n, prompt in enumerate(sets) if maps[n] is not None}
         by_layer[layer] = maps, tuple(mapped.get(s.prompt_layers(), -1) for s in schedules)
         also_projects |= any(layer in s.projected and s.prompt_layers() not in mapped for s in schedules)
@@ -219,7 +219,7 @@ def layer_bridges(
     fit: Fit | None, layers: Iterable[int], dtype: torch.dtype, device: torch.device
 ) -> dict[int, LayerBridge]:
     """The bridges over `layers`, by the layer's number, where there is one."""
-    bridges = {} if fit is None else {n: bridge for n in layers if (bridge := fit.bridge(n)) is not None}
+    bridges = {} if fit is None else fit.bridges_over(layers)
     rank = max((int(bridge.down.shape[0]) for bridge in bridges.values()), default=0)
     return {n: LayerBridge(bridge, rank, dtype, device) for n, bridge in bridges.items()}
 
