@@ -123,7 +123,7 @@ INLINE void blocks(const LinearArgs& a, const Panel& p, const T& t, const typena
 
 // The columns behind the last whole step.
 template <class T>
-__attribute__((noinline)) void tail_blocks(const LinearArgs& a, const Panel& p, const T& t, const typename T::Format::Row* w, vf* sums) {
+void tail_blocks(const LinearArgs& a, const Panel& p, const T& t, const typename T::Format::Row* w, vf* sums) {
   blocks(a, p, t, Tail<typename T::Format, T::R>(a, w).rows, sums, p.columns, kStep, (const char*)p.x);
 }
 
