@@ -19,7 +19,7 @@ from skipdecode.common import jsonl
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.data.shapes import shape_of_field
-from skipdecode.data.source import PromptSource
+from skipdecode.data.source import PromptSource, read_file
 from skipdecode.data.template import PromptTemplate
 from skipdecode.errors import DataError, UsageError
 from skipdecode.evaluation.metrics import repeated
