@@ -42,7 +42,8 @@ def test_a_run_is_shown_next_to_full_depth_and_leaves_files(folder: Path, capsys
     assert lines[-1].startswith(f"skipdecode-2x: {out / 'run.json'}, outputs.jsonl")
     assert sorted(path.name for path in out.iterdir()) == ["full", "outputs.jsonl", "run.json"]
     runs = [load_run(out / "full"), load_run(out)]
-    assert [run.data["n"] for run in runs] == [3, 3]
+    first = [row["id"] for row in load_run(folder / "full").outputs[:3]]
+    assert all([row["id"] for row in run.outputs] == first for run in runs)
     assert runs[1].data["config"]["data"] == "data.jsonl"
     assert [row["full_output"] for row in runs[1].outputs] == [row["output"] for row in runs[0].outputs]
     assert all(any(f"{run.data['metrics']['loss']['score']:.2f} ± " in line for line in lines) for run in runs)

@@ -210,7 +210,9 @@ class _Evaluation:
         schedules = self._chosen(chosen.response_tokens.get("p95", most)) or [self.checkpoint.parse(None, most)]
         directories = self._directories(schedules, out)
         first = None if options.spread else options.limit
-        records = load_records(chosen, data, shape=shape, skip_bad=skip_bad, limit=first).spread(options.limit)
+        records = load_records(chosen, data, shape=shape, skip_bad=skip_bad, limit=first)
+        if options.spread:
+            records = records.spread(options.limit)
         note_left_out(records.skipped)
         if task is None:
             note(f"task {chosen.name}, prompts {chosen.prompt!r}")

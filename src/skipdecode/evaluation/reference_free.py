@@ -156,7 +156,9 @@ class ReferenceFreeEvaluation:
         files = (loaded.checkpoint.own_folder / file for file in (TRAIN_FILE, DEV_FILE))
         learned = (row for file in files if file.is_file() for _, row in read_rows(file))
         rows = (row for row in learned if isinstance(row, dict) and row.keys() >= set(template.fields))
-        records = Records(tuple(data.prompts(map(template.render, rows)))).spread(self.options.limit or self.RECORDS)
+        records = Records(tuple(data.prompts(map(template.render, rows))))
+        if self.options.spread:
+            records = records.spread(self.options.limit or self.RECORDS)
         room = prompt_room(context_length(base.model.config), self._generated.self_tokens)
         fitting, ids = encode_prompts(template, records, base.tokenizer, room=room, skip_bad=True)
         note_left_out(fitting.skipped)
