@@ -200,6 +200,7 @@ def test_that_nothing_was_tuned_is_said_early_and_last(place: Path, tmp_path: Pa
     command = arguments(place, "--minutes", "0.01", "--no-fit", "--out", str(tmp_path / "out"))
     assert main([word for word in command if word != "--json"]) == 0
     printed, notes = capsys.readouterr()
+    assert "too few to tune at full depth" in notes
     assert notes.index("0.01 minutes may be too few to tune") < notes.index("0.01 minutes leave 0.0 to tune")
     last = printed.splitlines()[-1]
     assert last.startswith("nothing was tuned: 0.01 minutes left 0.0 for it; this tunes: skipdecode prepare")

@@ -268,6 +268,7 @@ class _Run:
             return None
         pace, plan = self._pace(stages, responses), minutes * clock.shares[FullDepth.label] * _TUNES_OF_FULL
         if pace.steps(60 * plan, _BATCH_SIZE) < _LEAST_STEPS:
+            note(f"{plan:.1f} minutes are too few to tune at full depth: the responses are learned")
             return None
         work = partial(self._tuned_at_full_depth, responses, pace, minutes, plan)
         full = stages.run(FullDepth, work, directory=self.full_directory, reads=minutes)
