@@ -34,6 +34,8 @@ from skipdecode.generation.speed import (
 from skipdecode.schedule import Schedule
 
 WHAT = f"outputs of the lengths of the references; {HOW}"
+W8A8_NAME = ", w8a8"
+"""The end of the name of a method with W8A8 weights."""
 _LEAST_ROWS = 4  # of a timed batch of fewer sequences
 _ALONE, _ALONE_TOKENS = 2, 64  # records that are decoded alone, once, and their most new tokens
 _LEAST_TURNS = 8  # if there are enough records: an interrupted run keeps whole turns
@@ -63,8 +65,8 @@ def with_w8a8(backend: Backend, schedules: Sequence[Schedule]) -> list[Method]:
     """Full depth and the schedules with W8A8 weights; none where the backend has no such weights on this machine."""
     if (fast := in_w8a8(backend)) is None:
         return []
-    full = Method(fast, name="full, w8a8", variant=True)
-    return [full, *(Method(fast, s, f"{s.name}, w8a8") for s in schedules if not s.is_full)]
+    full = Method(fast, name=f"full{W8A8_NAME}", variant=True)
+    return [full, *(Method(fast, s, s.name + W8A8_NAME) for s in schedules if not s.is_full)]
 
 
 def generate_all(

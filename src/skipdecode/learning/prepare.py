@@ -144,6 +144,8 @@ class _Run:
     ) -> None:
         self.settings, self.cost, self.out = settings, cost, out
         self.fit_directory, self.full_directory = out / "fit", out / FULL
+        if settings.quantization != "none" and cost is not None:
+            raise UsageError("`quantization` counts by a measurement: leave out `cost`")
         self.target = settings.target_speedup or settings.TARGET
         self.shares = MILDER if settings.keep is not None and settings.target_speedup is None else NEIGHBOURS
         depths = CalibrationSettings(target_speedup=self.target, prompt_depths=settings.prompt_depths)
@@ -160,8 +162,6 @@ class _Run:
         self.loaded = loaded_of(model) or load(checkpoint)
         self.name, self.loading = self.loaded.checkpoint.name, time.perf_counter() - begun
         if settings.quantization != "none":
-            if cost is not None:
-                raise UsageError("`quantization` counts by a measurement: leave out `cost`")
             open_fast(self.loaded.model, "fast", note, settings.quantization)  # says what it needs
 
     def run(self, started: float, overwrite: bool) -> Prepared:
@@ -308,8 +308,7 @@ class _Run:
             half = (time.perf_counter() + until) / 2
             prompt_len, batch = round(pace.prompt_tokens), self.settings.batch
             cost = find_cost(loaded, batch=batch, prompt_len=prompt_len, until=half).cost
-            quantization = self.settings.quantization
-            target = target_of_steps(self.depths, cost, loaded, sample, batch, half, quantization)
+            target = target_of_steps(self.depths, cost, loaded, sample, batch, half, self.settings.quantization)
         goal = goal_of_records(replace(self.depths, target_speedup=target), cost, sample, loaded.checkpoint.config)
         groups = [len(prompts) for _, prompts in groups_by_fit(goal.prompts)]
         return Timing(cost.to_dict(), target, pace.search(until - time.perf_counter(), self.width, groups))

@@ -26,6 +26,7 @@ from skipdecode.evaluation.compare import (
     shown_name,
     with_kept,
 )
+from skipdecode.evaluation.method_runs import W8A8_NAME
 from skipdecode.evaluation.pictures import kept_charts, save_charts
 from skipdecode.generation.llm import LLM
 from skipdecode.generation.speed import HOW
@@ -140,7 +141,7 @@ class Prepared(Printed):
         """The file of the schedule of one of the rows; None for the tuned checkpoint's own."""
         directory = tuned_directory(self.out, row["minutes"]) if row["minutes"] else self.schedule_file.parent
         files = (directory / f"{near}.json" for near in NEIGHBOURS | MILDER)
-        name, own = row["name"].removesuffix(", w8a8"), None if row["minutes"] else self.schedule_file
+        name, own = row["name"].removesuffix(W8A8_NAME), None if row["minutes"] else self.schedule_file
         return next((file for file in files if file.is_file() and Schedule.load(file).name == name), own)
 
     @property
@@ -258,7 +259,9 @@ def results_document(
 
     `minutes_left` were left to tune under the schedule.
     """
-    minutes, finished, target = settings.minutes, stages.finished(), settings.row_name(schedule)
+    minutes, finished, target = settings.minutes, stages.finished(), schedule.name
+    if settings.quantization == "w8a8":
+        target += W8A8_NAME
     evaluations = [done for done in finished if done.label == Evaluation.label]
     evaluations.sort(key=lambda done: done.minutes or 0.0)
     rows = with_kept([{"minutes": done.minutes, **row} for done in evaluations for row in done.stage["rows"]])

@@ -314,10 +314,6 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, EncoderOpt
         if self.quantization != "none" and not self.minutes:
             raise UsageError("`quantization` counts by a measurement, which takes `minutes`: give some")
 
-    def row_name(self, schedule: Schedule) -> str:
-        """The name that a schedule has in evaluations, run with the weights of `quantization`."""
-        return schedule.name if self.quantization == "none" else f"{schedule.name}, {self.quantization}"
-
     def rate(self, width: int) -> float:
         """Peak learning rate for a hidden_size: 1e-3 at 576 and 3e-4 at 896 were best (LoRA), a tenth at the least."""
         full = self.FULL_RATE if self.full else self.RATE
