@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from skipdecode import Schedule
-from skipdecode.cost.model import CostModel, TextCost
+from skipdecode.cost.model import CostModel, PromptCost, TextCost
 from skipdecode.errors import DataError, TargetError
 from skipdecode.learning.goal import Goal, set_goal
 from skipdecode.learning.settings import CalibrationSettings
@@ -36,9 +36,9 @@ def test_a_request_s_goal_has_the_prompt_sets_with_which_it_is_in_reach():
     def depths(goal_of_target: Goal) -> list[str | int]:
         return [prompt if isinstance(prompt, str) else len(prompt) for prompt in goal_of_target.prompts]
 
-    assert depths(goal(1.0)) == ["full", "max_exit"]  # the others leave prompts at most two thirds of the layers
+    assert depths(goal(1.0)) == ["full", "max_exit"]  # prompts would run fewer layers for nothing
     steep = goal(2.6)
-    assert depths(steep) == ["max_exit", 4]
+    assert depths(steep) == ["max_exit", 3, 4]
     assert steep.workload.speedup(steep.paper) >= 2.6
     assert len(steep.paper.prompt_layers()) == 4
     assert depths(goal(1.5, prompt_depths=("0-3", "5"))) == [5, 4]
@@ -67,3 +67,12 @@ def test_schedules_in_the_learned_order_reach_the_target_and_keep_the_least_laye
         assert min(schedule.budgets) >= LAYERS - len(order)
     assert all(s.is_flat for s in schedules) == flat
     assert set(replace(goal, limit=1.0).schedule(order, "full").budgets) == {goal.least}
+
+
+def test_where_prompts_take_the_time_new_tokens_keep_all_layers() -> None:
+    prompts = PromptCost(1, 1.0, 0.1), PromptCost(1000, 1000.0, 100.0)
+    cost = replace(CostModel.of_step(LAYERS, 1, 0.0, 1.0), prompts=prompts)
+    goal = set_goal(CalibrationSettings(target_speedup=1.25), cost, 600, [8] * 4, LAYERS)
+    sets = [prompt for prompt in goal.prompts if prompt != "max_exit"]
+    assert [len(prompt) for prompt in sets] == [9]
+    assert set(goal.schedule(goal.depths.order, sets[0]).budgets) == {LAYERS}

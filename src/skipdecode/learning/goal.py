@@ -18,9 +18,8 @@ from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule.order import bottom_up, lent_order, prompt_set
 
 _Settings = TypeVar("_Settings", bound=CalibrationSettings)
-_PROMPT_SHARES = (2 / 3, 1 / 2, 1 / 3)
-_LEAST_SHARE = 3 / 4
-"""Of the layers that the best set leaves to the phase with fewer: sets that leave less lose (docs/LOG.md)."""
+_PROMPT_SHARES = tuple(n / 12 for n in range(10, 2, -1))
+_MOST_SETS = 2  # tried, beside the first token's layers: each takes from the time of the fit
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,8 @@ class Goal:
     `limit` is the most seconds (layers, for a nominal target), `least` the fewest layers of the drop order. `depths`
     are the schedules in the paper's order, linear decays or flat, and `paper` the one for the target. `prompts` are the
     prompt sets with which the target is in reach, those first that leave both phases most layers; of the default sets
-    only those that leave nearly as many as the first. `shared`: the layers that read another's keys and values, each
-    with that layer.
+    only the first, and none whose prompts run fewer layers for nothing. `shared`: the layers that read another's keys
+    and values, each with that layer.
     """
 
     workload: TextCost
@@ -124,11 +123,14 @@ def set_goal(
     limit = _limit(settings, workload, seq_len)
     depths = Depths(layers, lowest, warmup, seq_len, flat)
     wanted, deepest = prompt_sets(settings, layers), dict[PromptDepth, int]()
-    for prompt in wanted:
+    for prompt in wanted:  # the default ones from most layers to fewest
         # What prompts run goes first: then they project the most layers, the order that costs most.
         order = sorted(lowest, key=lambda layer: isinstance(prompt, tuple) and layer not in prompt)
         level = replace(depths, flat=True, order=tuple(order)).within(workload, limit, prompt)
-        if level is not None:
+        if level is None:
+            continue
+        adds_layers = level.budgets[0] > max(deepest.values(), default=0)  # to new tokens, where prompts run fewer
+        if adds_layers or settings.prompt_depths or prompt == "max_exit":
             deepest[prompt] = level.budgets[0]
     if not deepest:
         fewest = Schedule.constant(layers, floor, warmup_layers=0, drop_order=range(layers - 1))
@@ -136,17 +138,16 @@ def set_goal(
         target = settings.target_speedup or settings.nominal_speedup or 1
         raise TargetError(out_of_reach(workload, target, best, " that warm-up layers and last layer allow"))
 
-    def layers_left(prompt: PromptDepth) -> int:
-        """The layers of the phase that a prompt set leaves fewer."""
-        return min(len(prompt) if isinstance(prompt, tuple) else layers, deepest[prompt])
+    def layers_left(prompt: PromptDepth) -> tuple[int, int]:
+        """The layers of the phase that a prompt set leaves fewer; then those of new tokens, which lose more."""
+        return min(len(prompt) if isinstance(prompt, tuple) else layers, deepest[prompt]), deepest[prompt]
 
-    if not settings.prompt_depths:
-        enough = _LEAST_SHARE * max((layers_left(prompt) for prompt in deepest if prompt != "max_exit"), default=0)
-        deepest = {prompt: n for prompt, n in deepest.items() if prompt == "max_exit" or layers_left(prompt) >= enough}
-    prompts = tuple(sorted(deepest, key=layers_left, reverse=True))
+    ordered = sorted(deepest, key=layers_left, reverse=True)
+    left_out = [] if settings.prompt_depths else [prompt for prompt in ordered if prompt != "max_exit"][_MOST_SETS:]
+    prompts = tuple(prompt for prompt in ordered if prompt not in left_out)
     paper = depths.within(workload, limit, prompts[0]) or depths.schedule(0.0, prompts[0])
-    least = min(deepest.values())  # or half of it, and no more than the least of the paper's, where the depth falls
-    if not flat:
+    least = min(deepest[prompt] for prompt in prompts)
+    if not flat:  # or half of it, and no more than the least of the paper's
         least = max(floor, min(paper.budgets[-1], math.ceil(least / 2)))
     return Goal(workload, limit, least, depths, paper, prompts, shared)
 
