@@ -17,11 +17,12 @@ from skipdecode.common.rows import read_rows
 from skipdecode.data.batches import collate
 from skipdecode.data.examples import Example
 from skipdecode.engine.opening import load, open_engines
-from skipdecode.learning import sources
+from skipdecode.learning import answers
+from skipdecode.learning.answers import TOP_K, greedy_answers
 from skipdecode.learning.distributions import load_distributions, save_distributions, text_key
 from skipdecode.learning.objective import Teacher
 from skipdecode.learning.settings import PrepareOptions
-from skipdecode.learning.sources import TOP_K, Sources, greedy_answers
+from skipdecode.learning.sources import Sources
 from tiny import LAYERS, tiny_model
 from tuning_data import records, save_model
 
@@ -56,7 +57,7 @@ def test_answers_have_the_distributions_that_the_teacher_computes(tmp_path: Path
 
 
 def test_answers_go_on_and_end_at_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_AT_ONCE", 2)
+    monkeypatch.setattr(answers, "_AT_ONCE", 2)
     model = tiny_model("llama")
     first = answered(model, tmp_path / "log", until=time.perf_counter())
     assert len(first) == 2  # the first ones are always answered
@@ -71,7 +72,7 @@ def test_answers_go_on_and_end_at_the_clock(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_prompt_of_several_records_is_answered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "is_repetitive", lambda tokens: False)
+    monkeypatch.setattr(answers, "is_repetitive", lambda tokens: False)
     form = {"prompt_template": "{colour} {thing}", "response_field": "ref"}
     settings, loaded = PrepareOptions(**form), load(save_model(tmp_path / "model"))
     rows = Sources(settings, {"train": in_pairs(80)}, tmp_path)
@@ -96,8 +97,8 @@ def test_answers_that_loop_up_to_the_limit_are_not_learned(tmp_path: Path, capsy
 
 def test_groups_of_another_size_are_answered_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    monkeypatch.setattr(sources, "_AT_ONCE", 2)
+    monkeypatch.setattr(answers, "_AT_ONCE", 2)
     assert len(answered(model, tmp_path / "log", until=time.perf_counter())) == 2
-    monkeypatch.setattr(sources, "_AT_ONCE", 3)
+    monkeypatch.setattr(answers, "_AT_ONCE", 3)
     again = [tokens for tokens, _ in answered(model, tmp_path / "log")]
     assert again == [tokens for tokens, _ in answered(model, tmp_path / "other")]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,44 +13,27 @@ from typing import Any
 
 from skipdecode.common.files import is_stream, write_whole
 from skipdecode.common.jsonl import json_line
-from skipdecode.common.progress import note, progress_bar
-from skipdecode.common.resume import ANEW, ResumeLog
+from skipdecode.common.progress import note
 from skipdecode.common.rows import Input, dataset_id, read_rows
 from skipdecode.data.examples import RecordOptions, encode_source, make_template, written_turns
 from skipdecode.data.records import refuse_rejects, reject_summary
 from skipdecode.data.source import Records, Source, held_out, load_records, read_file
 from skipdecode.data.tasks import Task, load_task
 from skipdecode.data.template import PromptTemplate
-from skipdecode.engine.opening import Backend, end_tokens, open_engines
-from skipdecode.engine.requests import Request
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.method_runs import in_w8a8
 from skipdecode.evaluation.metrics import EncoderOptions, check_metric, check_metrics
-from skipdecode.generation.self_generated import (
-    DEV_FILE,
-    TEST_FILE,
-    TRAIN_FILE,
-    is_repetitive,
-    open_prompts,
-    own_answers,
-    without_broken_end,
-)
-from skipdecode.generation.speed import OutOfTime, groups_in_time, steps_until
-from skipdecode.learning.distributions import TeacherTopK, TextKey, save_distributions, text_key
+from skipdecode.generation.self_generated import DEV_FILE, TEST_FILE, TRAIN_FILE, open_prompts, own_answers
+from skipdecode.learning.answers import answer_examples
+from skipdecode.learning.distributions import save_distributions, text_key
 from skipdecode.learning.invented_names import Renaming
 from skipdecode.learning.settings import PrepareOptions
 from skipdecode.learning.stages import LearningRecords
 from skipdecode.models.loading.checkpoint import LoadedModel
-from skipdecode.models.loading.identity import checkpoint_digest
 
 _ANSWERS_LOG, DISTRIBUTIONS_FILE = "answers.sqlite", "distributions.safetensors"
 _MOST_DEV_RECORDS = 256  # of the model's own answers, at most
 _LEAST_ANSWERED = 20  # records: answers to fewer are not learned
 _MOST_ANSWERS = 4096
-_LONGER = 1.5  # than the longest response: an answer of so many tokens is cut
-TOP_K = 32
-"""Tokens of a distribution that are kept."""
-_ROWS, _AT_ONCE = 32, 128  # answers that are decoded together, and that are stored together
 _TESTED = 48  # prompts that are not learned from, at least, if there are twice as many
 
 
@@ -149,58 +131,33 @@ class Sources:
         return replace(responses, train=paths[0], dev=paths[1])
 
     def answer_records(self, responses: LearningRecords, loaded: LoadedModel, until: float) -> LearningRecords:
-        """The prompts of given records with the model's greedy answers at full depth, as many as the time allows.
-
-        An answer that is longer than any response is cut after its last whole sentence, or left out if it is a loop.
-        """
+        """The prompts of given records with the model's greedy answers, as many as the time allows."""
         options = replace(responses.options, bad_records="skip")
         template, directory = make_template(options), self._out / "answers"
-        file = read_file(responses.train, template, skip_bad=True)
-        drawn = random.Random(self._settings.seed).sample(file.items, min(_MOST_ANSWERS, len(file.items)))
-        renaming = Renaming.of(drawn, template, self._settings.seed)
-        drawn[::2] = map(renaming.renamed, drawn[::2])
-        records = {str(number): replace(record, id=number) for number, record in enumerate(drawn)}  # ids may repeat
-        file = replace(file, items=tuple(records.values()), skipped=())
+        file = self._drawn(read_file(responses.train, template, skip_bad=True), template)
         examples, _ = encode_source(file, "train", template, loaded, options)
         examples = list({example.prompt: example for example in examples}.values())  # records may share a prompt
-        most = round(_LONGER * max(len(example.response) for example in examples))
-        about = {"checkpoint": checkpoint_digest(loaded) | {"fit": None}, "most": most}
-        ends = set(end_tokens(loaded.model, loaded.tokenizer))
-        backend = open_engines(loaded.model, "auto", note)
-        backend = in_w8a8(backend) or backend  # its answers are as good, and take half of the time
-        # That of another tuning at full depth is replaced.
-        log = ResumeLog(directory / _ANSWERS_LOG, about, what="answers", remedy=ANEW, restart=True)
-        answered, loops, distributions = [], 0, dict[TextKey, TeacherTopK]()
-        with closing(log), progress_bar(len(examples), "answer") as bar:
-            answers = greedy_answers(
-                backend,
-                [example.prompt for example in examples],
-                log,
-                max_new_tokens=most,
-                ends=ends,
-                until=until,
-                progress=bar.update,
-            )
-            for example, (tokens, taught) in zip(examples, answers, strict=False):
-                if tokens[-1] not in ends and is_repetitive(tokens):
-                    loops += 1
-                    continue
-                distributions[text_key(example.prompt, tokens)] = taught
-                text = str(loaded.tokenizer.decode(tokens, skip_special_tokens=True)).strip()  # type: ignore[union-attr]
-                text = text if tokens[-1] in ends else without_broken_end(text)
-                answered += [replace(records[example.id], references=(text,))] if text else []
-        if loops:
-            note(f"{loops} answers are left out: they repeat themselves up to the limit of {most} tokens")
-        if len({record.line for record in answered}) < _LEAST_ANSWERED:
-            note(f"{len(answered)} prompts are answered in time, which are too few to learn: the responses are learned")
+        answers = answer_examples(loaded, examples, directory / _ANSWERS_LOG, until)
+        if len(answers) < _LEAST_ANSWERED:
+            note(f"{len(answers)} prompts are answered in time, which are too few to learn: the responses are learned")
             return responses
-        note(f"{len(answered)} of {len(examples)} prompts answered at full depth, in place of their responses")
-        parts = held_out(replace(file, name="answers", items=tuple(answered)))
-        for name, part in zip((TRAIN_FILE, DEV_FILE), parts, strict=True):
+        note(f"{len(answers)} of {len(examples)} prompts answered at full depth, in place of their responses")
+        records = {str(record.id): record for record in file.items}
+        answered = tuple(replace(records[answer.example.id], references=(answer.text,)) for answer in answers)
+        for name, part in zip((TRAIN_FILE, DEV_FILE), held_out(replace(file, items=answered)), strict=True):
             _write(directory / name, part, template.responses[0])
+        distributions = {text_key(answer.example.prompt, answer.tokens): answer.taught for answer in answers}
         save_distributions(directory / DISTRIBUTIONS_FILE, distributions)
         train, dev, top = (str(directory / name) for name in (TRAIN_FILE, DEV_FILE, DISTRIBUTIONS_FILE))
         return LearningRecords(train, dev, responses.options, own=True, distributions=top)
+
+    def _drawn(self, file: Records, template: PromptTemplate) -> Records:
+        """Records of a file to answer, in another order: every second under invented names, each with an id."""
+        drawn = random.Random(self._settings.seed).sample(file.items, min(_MOST_ANSWERS, len(file.items)))
+        renaming = Renaming.of(drawn, template, self._settings.seed)
+        drawn[::2] = map(renaming.renamed, drawn[::2])
+        records = [replace(record, id=number) for number, record in enumerate(drawn)]  # ids may repeat
+        return replace(file, name="answers", items=tuple(records), skipped=())
 
     def self_generate(self, loaded: LoadedModel, until: float) -> LearningRecords:
         """The files of the model's own answers at full depth, and the options for their prompt and response."""
@@ -222,38 +179,6 @@ class Sources:
         # An answer may be a token longer when it is read again, and then exceed the context.
         options = replace(options, bad_records="skip")
         return LearningRecords(str(directory / TRAIN_FILE), str(directory / DEV_FILE), options, own=True)
-
-
-def greedy_answers(
-    backend: Backend,
-    prompts: Sequence[Sequence[int]],
-    log: ResumeLog,
-    *,
-    max_new_tokens: int,
-    ends: Collection[int],
-    until: float = math.inf,
-    progress: Callable[[int], None] = lambda answers: None,
-) -> Iterator[tuple[list[int], TeacherTopK]]:
-    """Yield the tokens and the distributions of the answers to the first prompts, as many as the time allows.
-
-    `log` keeps the answers of an interrupted run. `until`: reading of `time.perf_counter()`.
-    """
-    engine = backend.engine(max_rows=_ROWS, prefix_cache=True)
-    sampling, stops = replace(backend.sampling, top_logprobs=TOP_K), frozenset(ends)
-    with suppress(OutOfTime):
-        for group, limit in groups_in_time(len(prompts), _AT_ONCE, until):
-            key = f"{group.start} to {group.stop}"  # without a clock there are other groups
-            answers = log.get(key)
-            if answers is None:
-                requests = [Request(tuple(prompts[i]), max_new_tokens, sampling, stops) for i in group]
-                answers = [
-                    ([out.token for out in steps], TeacherTopK.of_steps([out.top for out in steps]).to_text())
-                    for steps in steps_until(engine, requests, limit)
-                ]
-                log.put(key, answers)
-            for tokens, text in answers:
-                yield tokens, TeacherTopK.from_text(text, len(tokens))
-            progress(len(group))
 
 
 def _write(path: Path, file: Records, field: str) -> None:
