@@ -26,7 +26,7 @@ from skipdecode.engine.opening import load
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.evaluation.compare import Pair, pairs_table, rows_of, runs_tables, with_kept
 from skipdecode.evaluation.method_runs import with_w8a8
-from skipdecode.evaluation.metrics import EncoderOptions, check_metric, make_metrics
+from skipdecode.evaluation.metrics import EncoderOptions, Metric, check_metric, make_metrics
 from skipdecode.evaluation.reference_free import ReferenceFreeEvaluation, reference_free_table
 from skipdecode.evaluation.results import (
     EVAL_DIRECTORY,
@@ -216,10 +216,7 @@ class _Evaluation:
         note_left_out(records.skipped)
         if task is None:
             note(f"task {chosen.name}, prompts {chosen.prompt!r}")
-        metric_options = options.part(EncoderOptions)
-        # A metric of the task, which was not named, may be skipped.
-        named = bool(options.metrics) or options.bertscore_model != EncoderOptions().bertscore_model
-        metrics = make_metrics(options.metrics or chosen.metrics, metric_options, None if named else note)
+        metrics = self._metrics(chosen)
         llm = self._open(self.model)
         as_chats = is_plain and shape is not TEXT and chat_fault(llm.tokenizer) is None
         chosen = replace(chosen, chat=chosen.chat or as_chats)
@@ -229,11 +226,7 @@ class _Evaluation:
         if untuned := llm.loaded.untuned_line(s for s in schedules if not s.is_full):
             note(untuned)
         note(f"engine: {llm.backend.name}")
-        methods = {directory: Method(llm.backend, s) for directory, s in directories.items()}
-        if options.full_depth and not any(method.full_depth for method in methods.values()):
-            methods = {out / "full": Method(llm.backend), **methods}
-        if options.w8a8:
-            methods |= {out / _folder(m.name): m for m in with_w8a8(llm.backend, [*directories.values()])}
+        methods = self._methods(llm, directories, out)
         about = {
             **model_about(llm, options.name),
             "recipe": _recipe(llm.loaded),
@@ -245,6 +238,21 @@ class _Evaluation:
         records, prompts = records_that_fit(*on, records, settings, skip_bad=skip_bad)
         work = TaskEvaluation(*on, records, prompts, metrics, settings, about, self.until)
         return work.run(methods, out, overwrite=options.overwrite)
+
+    def _metrics(self, task: Task) -> list[Metric]:
+        """The metrics that are named, else the task's, of which one that cannot be computed here is left out."""
+        encoder = self.options.part(EncoderOptions)
+        named = bool(self.options.metrics) or encoder.bertscore_model != EncoderOptions().bertscore_model
+        return make_metrics(self.options.metrics or task.metrics, encoder, None if named else note)
+
+    def _methods(self, llm: LLM, directories: Mapping[Path, Schedule], out: Path) -> dict[Path, Method]:
+        """The methods by the directories of their results: the schedules, full depth beside them, those with W8A8."""
+        methods = {directory: Method(llm.backend, schedule) for directory, schedule in directories.items()}
+        if self.options.full_depth and not any(method.full_depth for method in methods.values()):
+            methods = {out / "full": Method(llm.backend), **methods}
+        if self.options.w8a8:
+            methods |= {out / _folder(m.name): m for m in with_w8a8(llm.backend, [*directories.values()])}
+        return methods
 
     def _directories(self, schedules: Sequence[Schedule], out: Path) -> dict[Path, Schedule]:
         """The directory of each schedule's results; refuses directories that are not free."""
