@@ -20,7 +20,7 @@ from skipdecode.common.rows import check_streams, dataset_id
 from skipdecode.common.types import PreTrainedModel
 from skipdecode.data.examples import Example, encode_source, make_template, self_template
 from skipdecode.data.prompts import vocabulary_size
-from skipdecode.data.source import Records, Source, held_out, read_file
+from skipdecode.data.source import PromptSource, Records, Source, held_out, read_file
 from skipdecode.data.template import PromptTemplate
 from skipdecode.engine.opening import load
 from skipdecode.errors import UsageError
@@ -212,29 +212,13 @@ class _Run:
         return self.checkpoint.adapter is not None and not (self.settings.full or self.settings.merge)
 
     def run(self) -> Tuned:
+        from skipdecode.learning.trainer import process_state
+
         settings, out = self.settings, self.out
         prompts = open_prompts(settings)
         self._check()
-        template = None if settings.self else make_template(settings, self.train)
-        files = {} if template is None else self._read(template, train=self.train, dev=self.dev)
-        if template is not None and self.dev is None:
-            files["train"], files["dev"] = held_out(files["train"])
-        from skipdecode.learning.trainer import process_state
-
-        state, generated = process_state(), {}
-        if template is None:
-            state.wait_for_everyone()
-            with state.main_process_first():  # other processes use its result
-                loaded = self.model or load(self.checkpoint)
-                # Refused before texts are generated.
-                settings.curriculum(self._schedule([settings.self_tokens])[0])
-                template, generated["self"] = own_answers(
-                    *(loaded, settings, settings, prompts, out),
-                    seed=settings.seed,
-                    held_out=settings.dev_records or 0,
-                    overwrite=self.overwrite,
-                )
-                files = self._read(template, train=out / TRAIN_FILE, dev=out / DEV_FILE)
+        template, files, generated = self._own_answers(prompts) if settings.self else self._records()
+        state = process_state()
         loaded, digest = self._loaded()
         # An own answer may be a token longer when it is read again, and then exceed the context.
         records = replace(settings, bad_records="skip") if settings.self else settings
@@ -243,21 +227,10 @@ class _Run:
         _name_ends(loaded, train)
         schedule, origin = self._schedule([len(example.response) for example in train])
         note(f"schedule {schedule.name}: {origin}")
-        under = self.checkpoint.folder if self.continues_adapter else loaded.checkpoint.own_folder
-        recipe = make_recipe(
-            {
-                "options": asdict(settings) | {"model": self.checkpoint.name, "base": self.checkpoint.given_base},
-                "prompt": template.for_tokenizer(loaded.tokenizer).to_dict(),
-                "schedule": schedule.to_dict(),
-                "data": {n: data_entry(files[n], len(e), bad) for n, (e, bad) in examples.items()} | generated,
-                "checkpoint": digest,
-                "base": base_entry(loaded.model, under),
-                "environment": environment(),
-                "processes": state.num_processes,
-            }
-        )
-        if dataset := dataset_id(self.train):
-            recipe["datasets"] = [dataset]
+        data = {n: data_entry(files[n], len(e), bad) for n, (e, bad) in examples.items()} | generated
+        prompt = template.for_tokenizer(loaded.tokenizer).to_dict()
+        entries = {"prompt": prompt, "schedule": schedule.to_dict(), "data": data, "checkpoint": digest}
+        recipe = self._recipe(loaded, entries | {"processes": state.num_processes})
         before = run_in(out, recipe, overwrite=self.overwrite)
         if before is not None and before["result"] is not None:
             note(f"{out} has the finished run of this command: its result is shown again")
@@ -297,6 +270,41 @@ class _Run:
                 f"{self.checkpoint.name} is an adapter, which is tuned further: leave out `{fresh[0]}`, or add "
                 "`merge`, which merges it and tunes a fresh one"
             )
+
+    def _records(self) -> tuple[PromptTemplate, dict[str, Records], Json]:
+        """The template, the records to learn from and those that select the best weights; nothing was generated."""
+        template = make_template(self.settings, self.train)
+        files = self._read(template, train=self.train, dev=self.dev)
+        if self.dev is None:
+            files["train"], files["dev"] = held_out(files["train"])
+        return template, files, {}
+
+    def _own_answers(self, prompts: PromptSource | None) -> tuple[PromptTemplate, dict[str, Records], Json]:
+        """The template, the model's answers as records to learn from and to select by, and how they were generated."""
+        from skipdecode.learning.trainer import process_state
+
+        settings, out, state = self.settings, self.out, process_state()
+        state.wait_for_everyone()
+        with state.main_process_first():  # other processes use its result
+            loaded = self.model or load(self.checkpoint)
+            settings.curriculum(self._schedule([settings.self_tokens])[0])  # refused before texts are generated
+            template, generated = own_answers(
+                *(loaded, settings, settings, prompts, out),
+                seed=settings.seed,
+                held_out=settings.dev_records or 0,
+                overwrite=self.overwrite,
+            )
+            return template, self._read(template, train=out / TRAIN_FILE, dev=out / DEV_FILE), {"self": generated}
+
+    def _recipe(self, loaded: LoadedModel, entries: Json) -> Json:
+        """The recipe of these entries, with the options and what they depend on."""
+        under = self.checkpoint.folder if self.continues_adapter else loaded.checkpoint.own_folder
+        options = asdict(self.settings) | {"model": self.checkpoint.name, "base": self.checkpoint.given_base}
+        entries |= {"base": base_entry(loaded.model, under), "environment": environment()}
+        recipe = make_recipe({"options": options, **entries})
+        if dataset := dataset_id(self.train):
+            recipe["datasets"] = [dataset]
+        return recipe
 
     def _read(self, template: PromptTemplate, **sources: Source | None) -> dict[str, Records]:
         named = {name: source for name, source in sources.items() if source is not None}
