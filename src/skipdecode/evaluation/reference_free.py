@@ -149,10 +149,16 @@ class ReferenceFreeEvaluation:
         loaded, base = self.llm.loaded, self.base.loaded
         tuned = PromptTemplate("{prompt}", chat=True) if self.options.chat else loaded.checkpoint.recipe.template
         template = (tuned or PROMPT_AND_RESPONSE).for_tokenizer(base.tokenizer)
-        seed = row_seed(self.options.seed, _HELD_OUT)
-        skip_bad = self.options.bad_records == "skip"
-        about = self.base, template, self._generated, self.source, out, seed, skip_bad, self.options.overwrite
-        data = SelfGeneratedData(*about)
+        data = SelfGeneratedData(
+            llm=self.base,
+            template=template,
+            options=self._generated,
+            source=self.source,
+            directory=out,
+            seed=row_seed(self.options.seed, _HELD_OUT),
+            skip_bad=self.options.bad_records == "skip",
+            overwrite=self.options.overwrite,
+        )
         files = (loaded.checkpoint.own_folder / file for file in (TRAIN_FILE, DEV_FILE))
         learned = (row for file in files if file.is_file() for _, row in read_rows(file))
         rows = (row for row in learned if isinstance(row, dict) and row.keys() >= set(template.fields))

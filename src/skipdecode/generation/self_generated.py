@@ -114,7 +114,7 @@ PROMPT_AND_RESPONSE = PromptTemplate("{prompt}", ("response",), chat=None)
 """Of prompts without a template of their own: chats if the model has a chat template."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SelfGeneratedData:
     """Prompts and answers of a model, kept in a directory."""
 
@@ -377,6 +377,15 @@ def own_answers(
 
     template = self_template(records) or loaded.checkpoint.recipe.template or PROMPT_AND_RESPONSE
     template = template.for_tokenizer(loaded.tokenizer)
-    about = template, options.part(SelfGeneratedOptions), source, out, seed, records.skips_bad, overwrite
-    data = SelfGeneratedData(LLM(loaded), *about, until)
+    data = SelfGeneratedData(
+        llm=LLM(loaded),
+        template=template,
+        options=options.part(SelfGeneratedOptions),
+        source=source,
+        directory=out,
+        seed=seed,
+        skip_bad=records.skips_bad,
+        overwrite=overwrite,
+        until=until,
+    )
     return template, data.write_records(held_out, tested)
