@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +140,8 @@ def calibrate(
     loaded = replace(as_loaded, model=in_hardware_type(as_loaded.model))
     with temporary_fit(loaded.model, None):  # a calibration computes another
         examples = encode_source(file, "data", template, loaded, settings)[0]
-        learn = draw_records(examples, settings.records, settings.seed)
+        examples = shuffled(examples, settings.seed)
+        learn = examples[: settings.records]
         fit_maker = _fit_maker(loaded, examples, learn, settings) if settings.fit else None
         step_cost = _step_cost(known_cost, as_loaded, settings, mean_prompt(examples))
         goal = goal_of_records(settings, step_cost, examples, checkpoint.config)
@@ -220,29 +220,29 @@ def _fit_maker(
     return partial(make_fit, loaded.model, batches_of(texts, min(_FIT_ROWS, settings.batch_size)), settings)
 
 
-def draw_records(examples: Sequence[Example], records: int, seed: int) -> list[Example]:
-    """Records to learn from, of as many prompts as possible; the same for the same seed."""
+def shuffled(examples: Sequence[Example], seed: int) -> list[Example]:
+    """All examples in a random order, one of each prompt before a second one of any; the same for the same seed."""
     by_prompt: dict[tuple[int, ...], list[Example]] = {}
     for example in examples:
         by_prompt.setdefault(example.prompt, []).append(example)
     groups = list(by_prompt.values())
     random.Random(seed).shuffle(groups)
-    ranked = (group[rank] for rank in range(max(map(len, groups))) for group in groups if rank < len(group))
-    return list(islice(ranked, records))
+    return [group[rank] for rank in range(max(map(len, groups))) for group in groups if rank < len(group)]
 
 
 def records_for_fit(
     examples: Sequence[Example], learn: Sequence[Example], settings: FitOptions, hidden_size: int
 ) -> list[Example]:
-    """Records to fit on, in the order of their lengths: those to learn from, then others.
+    """Records to fit on, in the order of their lengths.
 
     Records are taken up to the tokens of the settings, and at least `TOKENS_A_COLUMN` for each column of the states.
+    Those of `learn`, on which schedules are compared, are taken last: a map flatters records that it has seen.
     Raises UsageError: all have too few tokens for a map.
     """
     others = [example for example in examples if example not in learn]
     taken: list[Example] = []
     tokens, wanted = 0, max(settings.fit_tokens, TOKENS_A_COLUMN * hidden_size)
-    for example in [*learn, *others][: settings.fit_records]:
+    for example in [*others, *learn][: settings.fit_records]:
         if tokens >= wanted:
             break
         taken.append(example)
