@@ -18,8 +18,10 @@ from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule.order import bottom_up, lent_order, prompt_set
 
 _Settings = TypeVar("_Settings", bound=CalibrationSettings)
-_PROMPT_SHARES = tuple(n / 12 for n in range(10, 2, -1))
-_MOST_SETS = 2  # tried, beside the first token's layers: each takes from the time of the fit
+_PROMPT_WEIGHT = 0.4
+"""A layer that prompts skip loses less than one that new tokens skip: with this, squares of the shares that are skipped
+order the losses before tuning of all stored searches (docs/LOG.md)."""
+_APART = 12  # the sets that are tried differ by this part of the layers
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,8 @@ class Goal:
 
     `limit` is the most seconds (layers, for a nominal target), `least` the fewest layers of the drop order. `depths`
     are the schedules in the paper's order, linear decays or flat, and `paper` the one for the target. `prompts` are the
-    prompt sets with which the target is in reach, those first that leave both phases most layers; of the default sets
-    only the first, and none whose prompts run fewer layers for nothing. `shared`: the layers that read another's keys
-    and values, each with that layer.
+    prompt sets with which the target is in reach, those first that promise least loss; of the default sets the first,
+    another one, and "max_exit". `shared`: the layers that read another's keys and values, each with that layer.
     """
 
     workload: TextCost
@@ -51,8 +52,8 @@ def prompt_sets(settings: CalibrationSettings, layers: int) -> list[PromptDepth]
     """The prompt sets to try; raises a SkipDecodeError for one that cannot be."""
     if not settings.whole:
         return ["full"]
-    shares = (str(max(1, settings.warmup_layers, round(layers * share))) for share in _PROMPT_SHARES)
-    words = settings.prompt_depths or ("full", *shares, "max_exit")
+    lowest = range(5 * layers // 6, max(1, settings.warmup_layers, layers // 4) - 1, -1)
+    words = settings.prompt_depths or ("full", *map(str, lowest), "max_exit")
     return list(dict.fromkeys(prompt_set(word, layers) for word in words))
 
 
@@ -138,13 +139,21 @@ def set_goal(
         target = settings.target_speedup or settings.nominal_speedup or 1
         raise TargetError(out_of_reach(workload, target, best, " that warm-up layers and last layer allow"))
 
-    def layers_left(prompt: PromptDepth) -> tuple[int, int]:
-        """The layers of the phase that a prompt set leaves fewer; then those of new tokens, which lose more."""
-        return min(len(prompt) if isinstance(prompt, tuple) else layers, deepest[prompt]), deepest[prompt]
+    def run(prompt: PromptDepth) -> int:
+        """The layers that prompts run."""
+        if prompt == "max_exit":
+            return deepest[prompt]
+        return layers if prompt == "full" else len(prompt)
 
-    ordered = sorted(deepest, key=layers_left, reverse=True)
-    left_out = [] if settings.prompt_depths else [prompt for prompt in ordered if prompt != "max_exit"][_MOST_SETS:]
-    prompts = tuple(prompt for prompt in ordered if prompt not in left_out)
+    def skipped(prompt: PromptDepth) -> float:
+        """What a prompt set is expected to lose."""
+        return _PROMPT_WEIGHT * (1 - run(prompt) / layers) ** 2 + (1 - deepest[prompt] / layers) ** 2
+
+    prompts = tuple(sorted(deepest, key=skipped))
+    if not settings.prompt_depths:
+        own = [prompt for prompt in prompts if prompt != "max_exit"]
+        others = [prompt for prompt in own if _APART * abs(run(prompt) - run(own[0])) >= layers]
+        prompts = tuple(prompt for prompt in prompts if prompt in ("max_exit", *own[:1], *others[:1]))
     paper = depths.within(workload, limit, prompts[0]) or depths.schedule(0.0, prompts[0])
     least = min(deepest[prompt] for prompt in prompts)
     if not flat:  # or half of it, and no more than the least of the paper's
