@@ -192,7 +192,7 @@ class CalibrationSettings(Options):
     )
     prompt_depths: tuple[str, ...] = option(
         "prompt layers to try for `target_speedup`: full, max_exit (those of the first new token), numbers (the lowest "
-        "n), lists such as 0-14,20 (default: full, max_exit, and 3/12 to 10/12 of the layers)",
+        "n), lists such as 0-14,20 (default: the two that promise least loss, and max_exit)",
         default=(),
     )
     nominal_speedup: float | None = option(
@@ -283,7 +283,7 @@ class PrepareOptions(FitOptions, SelfGeneratedOptions, RecordOptions, EncoderOpt
     order_records: int = setting("records on which drop orders and prompt layers are compared", default=8, least=1)
     prompt_depths: tuple[str, ...] = option(
         "prompt layers to try: full, max_exit (those of the first new token), numbers (the lowest n), lists such as "
-        "0-14,20 (default: full, max_exit, and 3/12 to 10/12 of the layers)",
+        "0-14,20 (default: the two that promise least loss, and max_exit)",
         default=(),
     )
     full: bool = option("tune all weights instead of a LoRA adapter", default=False)
