@@ -52,7 +52,7 @@ def prompt_sets(settings: CalibrationSettings, layers: int) -> list[PromptDepth]
     """The prompt sets to try; raises a SkipDecodeError for one that cannot be."""
     if not settings.whole:
         return ["full"]
-    lowest = range(5 * layers // 6, max(1, settings.warmup_layers, layers // 4) - 1, -1)
+    lowest = range(5 * layers // 6, max(1, settings.warmup_layers, layers // 6) - 1, -1)
     words = settings.prompt_depths or ("full", *map(str, lowest), "max_exit")
     return list(dict.fromkeys(prompt_set(word, layers) for word in words))
 
