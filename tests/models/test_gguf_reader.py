@@ -174,6 +174,10 @@ def test_rules_of_a_file_are_followed_or_named(tmp_path: Path, capsys: pytest.Ca
     said = capsys.readouterr().err
     assert "follows repetition_penalty=1.05" in said
     assert "leaves out do_sample=True, temperature=0.7, top_k=20, top_p=0.8" in said
+    model = tiny_model("llama", vocab_size=320)
+    model.generation_config.repetition_penalty = 1.3
+    write_gguf(model, tmp_path / "own.gguf", "f16", byte_tokenizer())
+    assert rules_of(load_model(tmp_path / "own.gguf").model.generation_config) == Rules(repetition_penalty=1.3)
 
 
 def before_header(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
