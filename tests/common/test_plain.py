@@ -55,6 +55,12 @@ def test_objects_of_a_table_have_no_fields_of_others():
     assert listed(own) == own
 
 
+def test_datasets_keep_what_their_user_chose():
+    louder = DATASET.with_transform(lambda rows: {"prompt": [text.upper() for text in rows["prompt"]]})
+    assert listed(louder) == [{"prompt": "ABC"}, {"prompt": "DEF"}]
+    assert listed(DATASET.with_format("numpy", columns=["prompt"])) == [{"prompt": "abc"}, {"prompt": "def"}]
+
+
 def test_values_of_records_are_those_of_json():
     values = {"a": np.float32(0.5), "b": np.int64(3), "c": np.bool_(True), "d": torch.tensor(2), "e": [np.str_("x")]}
     assert listed([values]) == [{"a": 0.5, "b": 3, "c": True, "d": 2, "e": ["x"]}]
@@ -68,7 +74,8 @@ def test_values_of_records_are_those_of_json():
     for wrong in (b"text", 5):
         with pytest.raises(OptionError):
             listed(wrong)
-    for refused in (datasets.DatasetDict(train=DATASET), pd.DataFrame([["a", "b"]], columns=["x", "x"])):
+    twice = pd.DataFrame([["a", "b"]], columns=["x", "x"]), pa.table([["a"], ["b"]], names=["x", "x"])
+    for refused in (datasets.DatasetDict(train=DATASET), *twice, twice[1].to_reader()):
         with pytest.raises(DataError):
             listed(refused)
 
@@ -97,6 +104,9 @@ def test_tables_are_taken_by_every_verb(tmp_path: Any):
     assert llm.generate(ids[0], **options) == outputs[:1]
     wrapped = {"exact": np.bool_(True), "template": np.bool_(False), "stop": np.array(["never said"])}
     assert llm.generate(ROWS, np.int64(2), **wrapped) == outputs
+    for wrong in (None, 0.5, tmp_path, ("abc", 1), ["abc"]):
+        with pytest.raises(DataError, match=r"prompts\[1\]: the prompt is "):
+            llm.generate(["abc", wrong], **options)
     for wrong in ([-1], [10**12], [True]):
         with pytest.raises(DataError):
             llm.generate([wrong], **options)

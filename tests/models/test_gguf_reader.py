@@ -16,6 +16,7 @@ from checkpoints import byte_tokenizer, chatml_tokenizer
 from llama_cpp import likeliest, llama_model
 from skipdecode.cli import main
 from skipdecode.engine.opening import load
+from skipdecode.engine.rules import Rules, rules_of
 from skipdecode.errors import ModelLoadError
 from skipdecode.models.loading.gguf_file import SPLITS, write_gguf
 from skipdecode.models.loading.gguf_metadata import GgufFile, dequantized
@@ -163,6 +164,20 @@ def test_the_head_is_as_stored(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
     read = load(tmp_path / "model.gguf", dtype="float32").model
     assert read.config.tie_word_embeddings is (kind == "Q8_0")  # of the embedding: then the bits are the same
     assert torch.equal(read.lm_head.weight, torch.from_numpy(gguf.dequantize(head, stored)))
+
+
+def test_rules_of_a_file_are_followed_or_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sampling = {"temp": 0.7, "top_k": 20, "top_p": 0.8, "penalty_repeat": 1.05}
+    file = changed_file(tmp_path, {f"general.sampling.{key}": value for key, value in sampling.items()})
+    assert rules_of(load_model(file).model.generation_config) == Rules(repetition_penalty=1.05)
+    assert main(["generate", str(file), "--no-template", "red", "--max-new-tokens", "1"]) == 0
+    said = capsys.readouterr().err
+    assert "follows repetition_penalty=1.05" in said
+    assert "leaves out do_sample=True, temperature=0.7, top_k=20, top_p=0.8" in said
+    model = tiny_model("llama", vocab_size=320)
+    model.generation_config.repetition_penalty = 1.3
+    write_gguf(model, tmp_path / "own.gguf", "f16", byte_tokenizer())
+    assert rules_of(load_model(tmp_path / "own.gguf").model.generation_config) == Rules(repetition_penalty=1.3)
 
 
 def before_header(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:

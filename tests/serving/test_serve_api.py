@@ -618,7 +618,9 @@ def test_an_answer_may_be_sent_back_as_it_came(client):
 def test_bodies_that_are_no_request(client, content, kind):
     response = client.post(COMPLETIONS, content=content, headers={"content-type": kind})
     assert response.status_code == (400 if "json" in kind else 415)
-    assert response.json()["error"]["type"] == "invalid_request_error"
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert (error["param"] or "JSON") in error["message"]  # says what is wrong
 
 
 def test_unknown_paths_models_and_methods(client):

@@ -65,21 +65,30 @@ def listed(data: object, name: str = "records") -> list[Any]:
         table = [data]
     elif isinstance(data, str) or getattr(data, "ndim", None) == 0:
         table = [data]
-    elif hasattr(table, "with_format"):  # datasets; in the format of another library, rows are its own
-        table = table.with_format(None)
+    elif hasattr(table, "with_format"):  # datasets
+        form = getattr(table, "format", {})  # an iterable one does not say its own
+        if form.get("type") != "custom":  # a transform; in the format of another library, rows are its own
+            table = table.with_format(None, **{key: form[key] for key in form.keys() & {"columns"}})
     elif hasattr(table, "to_pylist") or hasattr(table, "read_all"):  # Arrow, and its readers
-        table = (table.read_all() if hasattr(table, "read_all") else table).to_pylist()
+        table = table.read_all() if hasattr(table, "read_all") else table
+        check_columns(name, table.schema.names if hasattr(table, "schema") else ())
+        table = table.to_pylist()
     elif hasattr(table, "to_dicts") or hasattr(table, "collect_schema"):  # polars, whose lazy frame has no rows yet
         table = table.lazy().collect().to_dicts()
     elif hasattr(table, "iterrows"):  # pandas
-        if not table.columns.is_unique:
-            raise DataError(f"{name}: a column is there twice: {', '.join(map(str, table.columns))}")
+        check_columns(name, table.columns)
         table = table.to_dict("records")
     is_iterable = isinstance(table, Iterable) or hasattr(table, "__getitem__")  # the latter of torch's datasets
     if isinstance(table, bytes | bytearray) or not is_iterable:
         raise OptionError(name, data, "a list of them, or a table such as a DataFrame")
     rows = [*map(plain, table)]
     return rows if table is data or isinstance(data, Mapping) else [*map(_without_inner_nulls, rows)]
+
+
+def check_columns(name: str, columns: Collection[object]) -> None:
+    """Raise DataError if a table has a column twice: a record would have one of the two."""
+    if len({*columns}) < len(columns):
+        raise DataError(f"{name}: a column is there twice: {', '.join(map(str, columns))}")
 
 
 def _without_inner_nulls(row: object) -> object:

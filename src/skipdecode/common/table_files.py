@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from skipdecode.common.jsonl import BOM, Json, Row, decoded, row_of
-from skipdecode.common.plain import plain, without_nulls
+from skipdecode.common.plain import check_columns, plain, without_nulls
 from skipdecode.errors import DataError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ def table_rows(file: IO[bytes], name: str) -> Iterator[Row]:
         else:
             table = (arrow.ipc.open_file if start == _ARROW else arrow.ipc.open_stream)(file).read_all()
             columns, batches = table.column_names, table.to_batches(max_chunksize=1024)
-        if len({*columns}) < len(columns):
-            raise DataError(f"{name}: a column is there twice: {', '.join(columns)}")
+        check_columns(name, columns)
         for batch in batches:
             for row in batch.to_pylist():
                 yield {k: plain(without_nulls(value)) for k, value in row.items() if not _PANDAS_INDEX.fullmatch(k)}

@@ -73,9 +73,15 @@ class PromptSource:
 
     @classmethod
     def of_prompts(cls, prompts: Iterable[Prompt]) -> Self:
-        """Prompts given as arguments: records 1, 2, … with the field `prompt`, or with their own."""
-        data = "".join(json.dumps(_PLAIN.row(p)) + "\n" for p in prompts).encode()
-        return cls(Input(ARGUMENTS, io.BytesIO(data)), "jsonl")
+        """Prompts given as arguments: records 1, 2, … with the field `prompt`, or with their own.
+
+        Raises DataError: one is no prompt.
+        """
+        rows = [*map(_PLAIN.row, prompts)]
+        for index, row in enumerate(rows):
+            if isinstance(row, DataError):
+                raise DataError(str(row), index=index)
+        return cls(Input(ARGUMENTS, io.BytesIO(b"".join(map(json_line, rows)))), "jsonl")
 
     def records(self, read: ReadRow = _PLAIN.with_prompt) -> Iterator[Record]:
         """All records, from the first on, as `read` completes them."""

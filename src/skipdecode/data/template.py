@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from skipdecode.common.jsonl import Fields, Json, Row
+from skipdecode.common.jsonl import Fields, Json, Row, kind_of
 from skipdecode.common.types import Tokenizer
 from skipdecode.data.chats import chat_fault
 from skipdecode.data.messages import Message, as_text, chat_fields, read_messages
@@ -134,12 +134,18 @@ class PromptTemplate:
         values = self.values(row) if self.shape is None else self.values_of_text(row["prompt"])
         return self.render(values), values
 
-    def row(self, prompt: Prompt) -> Json:
+    def row(self, prompt: Prompt) -> Row:
         """A text, a chat or token ids as a row of a file."""
         if isinstance(prompt, Mapping):
             return dict(prompt)
-        field = "prompt" if isinstance(prompt, str) else "messages"
-        field = TOKEN_IDS if are_token_ids(prompt) else field
+        if isinstance(prompt, str):
+            field = "prompt"
+        elif are_token_ids(prompt):
+            field = TOKEN_IDS
+        elif isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt):
+            field = "messages"
+        else:
+            return DataError(f"the prompt is {kind_of(prompt)}: give text, messages, token ids or a record")
         return {field if self.shape is None else self.shape.key: prompt}
 
     def with_prompt(self, record: Record, row: Fields, *, keep_answer: bool = False) -> Record:

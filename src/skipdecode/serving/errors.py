@@ -78,6 +78,8 @@ def add_error_handlers(app: FastAPI) -> None:
         code = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         headers = dict(error.headers or {})
         message = error.detail
+        if error.status_code == 400:  # FastAPI gives no reason
+            message = "the body is not JSON in UTF-8, or has too deep lists or too long numbers"
         if error.status_code in (404, 405):
             message = f"{request.method} {request.url.path[:_LONGEST_NAME]} is not served: /openapi.json lists what is"
         if error.status_code == 405:

@@ -74,6 +74,9 @@ def write_gguf(model: PreTrainedModel, path: Path, kind: str, tokenizer: Tokeniz
         _write_tokenizer(writer, tokenizer, config.vocab_size)
     matrix = gguf.GGMLQuantizationType[kind.upper()]
     outer = gguf.GGMLQuantizationType.Q8_0 if kind.startswith("q4") else matrix
+    if (penalty := model.generation_config.repetition_penalty) not in (None, 1):
+        writer.add_float32("general.sampling.penalty_repeat", penalty)
+        writer.add_int32("general.sampling.penalty_last_n", -1)  # of the whole text
     if _rope(config)["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", _frequency_factors(model).numpy())
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight

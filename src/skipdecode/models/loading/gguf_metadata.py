@@ -1,7 +1,8 @@
 """The metadata of a GGUF file as a config of transformers, with the meaning and the defaults that llama.cpp has.
 
-Every key of the model and of its tokenizer is read, is without effect, or is refused by name. Other keys (general.*,
-split.*, quantize.*, those of a program) say something about the file and nothing about what the model computes.
+Every key of the model and of its tokenizer is read, is without effect, or is refused by name. Other keys (general.*
+but for general.sampling.*, split.*, quantize.*, those of a program) say something about the file and nothing about what
+the model computes.
 """
 
 from __future__ import annotations
@@ -64,6 +65,10 @@ _MODELS = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
+# general.sampling.*, llama.cpp's defaults of decoding -> transformers' names.
+_SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
 _ATTENTION, _FEED_FORWARD = ("attn_q", "attn_k", "attn_v", "attn_output"), ("ffn_gate", "ffn_up", "ffn_down")
 _GEMMA_PERIOD = 6  # of layers, the last of which has full attention
 _FP32_ROUNDING = 1e-5  # relative, of a few steps in fp32
@@ -123,7 +128,7 @@ class GgufFile:
         """A number of 32 bits as its shortest decimal; raises ModelLoadError if it is missing."""
         value = self._get(name, default)
         if isinstance(value, int | float):
-            return float(str(np.float32(value)))
+            return _shortest(value)
         raise ModelLoadError(f"{self.path}: {self.name}.{name} is {value!r}: a number is needed")
 
     @property
@@ -173,6 +178,14 @@ class GgufFile:
             "dtype": str(dtype).removeprefix("torch."),
             **self._of_type(head_dim),
         }
+
+    def sampling(self) -> Json:
+        """What the file says about decoding, as transformers' generation config has it; empty if it says nothing."""
+        keys = {f"general.sampling.{key}": name for key, name in _SAMPLING.items()}
+        found = {name: self.values[key] for key, name in keys.items() if key in self.values}
+        found = {name: _shortest(value) if isinstance(value, float) else value for name, value in found.items()}
+        samples = found.keys() - {"repetition_penalty"} and found.get("temperature") != 0
+        return found | ({"do_sample": True} if samples else {})
 
     def _of_type(self, head_dim: int) -> Json:
         """Entries of one model type."""
@@ -229,6 +242,11 @@ class GgufFile:
             raise ModelLoadError(f"{self.path}: its rope_freqs are not Llama 3's alone: give its safetensors")
         lengths = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": int(length)}
         return {"rope_type": "llama3", "rope_theta": base, "factor": factor, **lengths}
+
+
+def _shortest(value: float) -> float:
+    """A number of 32 bits as the shortest decimal that is the same in 32 bits."""
+    return float(str(np.float32(value)))
 
 
 def dequantized(tensor: ReaderTensor, rows: slice = slice(None)) -> Tensor:

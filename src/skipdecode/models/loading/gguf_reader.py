@@ -26,7 +26,7 @@ from skipdecode.models.loading.gguf_tokenizer import GgufTokenizer
 from skipdecode.models.loading.saving import save_tokenizer, with_old_names
 from skipdecode.models.loading.stored import without_numbers
 
-VERSION = 2
+VERSION = 3
 """Of the conversion: checkpoints that another one made are made anew."""
 _SHARD_BYTES = 2**28
 _PART_VALUES = 2**22  # dequantized at once, in fp32
@@ -44,9 +44,9 @@ def convert(path: Path, target: Path, dtype: torch.dtype | None = None) -> str:
     stored = dtype or {"F32": torch.float32, "F16": torch.float16}.get(file.kind, torch.bfloat16)
     tokens = GgufTokenizer(file)
     config = file.config(stored) | tokens.special_ids()
-    ids = tokens.special_ids() | {"eos_token_id": tokens.end_ids()}
+    decoding = file.sampling() | tokens.special_ids() | {"eos_token_id": tokens.end_ids()}
     (target / "config.json").write_text(json.dumps(with_old_names(config), indent=2) + "\n", encoding="utf-8")
-    (target / "generation_config.json").write_text(json.dumps(ids) + "\n", encoding="utf-8")
+    (target / "generation_config.json").write_text(json.dumps(decoding) + "\n", encoding="utf-8")
     save_tokenizer(tokens.tokenizer(), target, shown=target)
     _write_tensors(file, config, target, stored)
     return f"{path.name}, {file.kind}"
