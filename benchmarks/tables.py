@@ -390,8 +390,8 @@ def first(document: Row) -> Table:
     chosen = (
         ("tldr, target 2.3, with W8A8", 60, "paper-p12-24to22, w8a8", "summaries (TL;DR), W8A8 and fewer layers"),
         ("cnn_dm, target 1.9, with W8A8", 60, "paper-p16-24, w8a8", "news (CNN/DailyMail), W8A8 and fewer layers"),
-        ("e2e, target 2.45", 45, "paper-p8-8to4", "data to text (E2E), fewer layers"),
-        ("e2e, target 2.45", 45, "paper-p8-8to4, w8a8", "data to text (E2E), fewer layers and W8A8"),
+        ("e2e, target 2.45", 45, "paper-p4-9to5", "data to text (E2E), fewer layers"),
+        ("e2e, target 2.45", 45, "paper-p4-9to5, w8a8", "data to text (E2E), fewer layers and W8A8"),
         ("tldr, target 2.3", 60, "calibrated-p6-22to11", "summaries (TL;DR), fewer layers alone"),
         ("code", 0, "full, w8a8, exact", "code, all layers, W8A8 and drafts"),
         ("code, 1.25x, 60 minutes", 60, "calibrated-1.25x-wall", "code, fewer layers: do not"),
