@@ -396,8 +396,11 @@ def first(document: Row) -> Table:
         ("code", 0, "full, w8a8, exact", "code, all layers, W8A8 and drafts"),
         ("code, 1.25x, 60 minutes", 60, "calibrated-1.25x-wall", "code, fewer layers: do not"),
     )
-    tested = {"tldr, target 2.3, with W8A8": "tldr-w8a8", "cnn_dm, target 1.9, with W8A8": "cnn_dm-w8a8"}
-    tested["tldr, target 2.3"] = "tldr"
+    tested = {
+        "tldr, target 2.3": "tldr",
+        "tldr, target 2.3, with W8A8": "tldr-w8a8",
+        "cnn_dm, target 1.9, with W8A8": "cnn_dm-w8a8",
+    }
     results, model = ROOT / "results", "qwen2.5-coder-0.5b.json"
     every = list(document["rows"])
     for task in ("e2e", "tldr", "summaries-w8a8"):

@@ -66,9 +66,7 @@ def listed(data: object, name: str = "records") -> list[Any]:
     elif isinstance(data, str) or getattr(data, "ndim", None) == 0:
         table = [data]
     elif hasattr(table, "with_format"):  # datasets
-        form = getattr(table, "format", {})  # an iterable one does not say its own
-        if form.get("type") != "custom":  # a transform; in the format of another library, rows are its own
-            table = table.with_format(None, **{key: form[key] for key in form.keys() & {"columns"}})
+        table = _with_plain_rows(table)
     elif hasattr(table, "to_pylist") or hasattr(table, "read_all"):  # Arrow, and its readers
         table = table.read_all() if hasattr(table, "read_all") else table
         check_columns(name, table.schema.names if hasattr(table, "schema") else ())
@@ -83,6 +81,14 @@ def listed(data: object, name: str = "records") -> list[Any]:
         raise OptionError(name, data, "a list of them, or a table such as a DataFrame")
     rows = [*map(plain, table)]
     return rows if table is data or isinstance(data, Mapping) else [*map(_without_inner_nulls, rows)]
+
+
+def _with_plain_rows(dataset: Any) -> Any:
+    """A dataset whose rows are not those of another library; it keeps a transform, and the columns that were chosen."""
+    form = getattr(dataset, "format", None)
+    if form is None:  # an iterable one does not say it
+        return dataset.with_format(None)
+    return dataset if form["type"] == "custom" else dataset.with_format(None, columns=form["columns"])
 
 
 def check_columns(name: str, columns: Collection[object]) -> None:

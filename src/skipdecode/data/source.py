@@ -38,6 +38,17 @@ Source = str | Path | Sequence[Fields]
 """A file of records (JSONL, CSV), or a list of records."""
 
 
+def prompt_lines(prompts: Iterable[Prompt]) -> bytes:
+    """Write prompts as lines of JSON. Raises DataError: one is no prompt."""
+    lines = list[bytes]()
+    for index, prompt in enumerate(prompts):
+        row = _PLAIN.row(prompt)
+        if isinstance(row, DataError):
+            raise DataError(str(row), index=index)
+        lines.append(json_line(row))
+    return b"".join(lines)
+
+
 class PromptSource:
     """The prompts of one input, which can be read repeatedly in constant memory.
 
@@ -77,11 +88,7 @@ class PromptSource:
 
         Raises DataError: one is no prompt.
         """
-        rows = [*map(_PLAIN.row, prompts)]
-        for index, row in enumerate(rows):
-            if isinstance(row, DataError):
-                raise DataError(str(row), index=index)
-        return cls(Input(ARGUMENTS, io.BytesIO(b"".join(map(json_line, rows)))), "jsonl")
+        return cls(Input(ARGUMENTS, io.BytesIO(prompt_lines(prompts))), "jsonl")
 
     def records(self, read: ReadRow = _PLAIN.with_prompt) -> Iterator[Record]:
         """All records, from the first on, as `read` completes them."""

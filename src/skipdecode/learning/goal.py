@@ -25,6 +25,23 @@ _APART = 12  # the sets that are tried differ by this part of the layers
 
 
 @dataclass(frozen=True)
+class _InReach:
+    """A prompt set with which the target is in reach: the layers that prompts run, and those that new tokens may run.
+
+    The latter are for a schedule of one depth.
+    """
+
+    prompt: PromptDepth
+    prompt_layers: int
+    token_layers: int
+
+    def expected_loss(self, layers: int) -> float:
+        """Return a number that orders prompt sets of a model with so many layers as their losses would."""
+        prompts, tokens = 1 - self.prompt_layers / layers, 1 - self.token_layers / layers
+        return _PROMPT_WEIGHT * prompts**2 + tokens**2
+
+
+@dataclass(frozen=True)
 class Goal:
     """The search target: a time limit, the workload that it is for, the prompt sets to try.
 
@@ -123,42 +140,44 @@ def set_goal(
     seq_len = seq_len_of(lengths)
     limit = _limit(settings, workload, seq_len)
     depths = Depths(layers, lowest, warmup, seq_len, flat)
-    wanted, deepest = prompt_sets(settings, layers), dict[PromptDepth, int]()
-    for prompt in wanted:  # the default ones from most layers to fewest
+    wanted, in_reach = prompt_sets(settings, layers), list[_InReach]()
+    for prompt in wanted:
         # What prompts run goes first: then they project the most layers, the order that costs most.
         order = sorted(lowest, key=lambda layer: isinstance(prompt, tuple) and layer not in prompt)
         level = replace(depths, flat=True, order=tuple(order)).within(workload, limit, prompt)
-        if level is None:
-            continue
-        adds_layers = level.budgets[0] > max(deepest.values(), default=0)  # to new tokens, where prompts run fewer
-        if adds_layers or settings.prompt_depths or prompt == "max_exit":
-            deepest[prompt] = level.budgets[0]
-    if not deepest:
+        if level is not None:
+            in_reach.append(_InReach(prompt, len(level.prompt_layers()), level.budgets[0]))
+    if not in_reach:
         fewest = Schedule.constant(layers, floor, warmup_layers=0, drop_order=range(layers - 1))
         best = max((replace(fewest, prompt=prompt) for prompt in wanted), key=workload.speedup)
         target = settings.target_speedup or settings.nominal_speedup or 1
         raise TargetError(out_of_reach(workload, target, best, " that warm-up layers and last layer allow"))
 
-    def run(prompt: PromptDepth) -> int:
-        """The layers that prompts run."""
-        if prompt == "max_exit":
-            return deepest[prompt]
-        return layers if prompt == "full" else len(prompt)
-
-    def skipped(prompt: PromptDepth) -> float:
-        """What a prompt set is expected to lose."""
-        return _PROMPT_WEIGHT * (1 - run(prompt) / layers) ** 2 + (1 - deepest[prompt] / layers) ** 2
-
-    prompts = tuple(sorted(deepest, key=skipped))
     if not settings.prompt_depths:
-        own = [prompt for prompt in prompts if prompt != "max_exit"]
-        others = [prompt for prompt in own if _APART * abs(run(prompt) - run(own[0])) >= layers]
-        prompts = tuple(prompt for prompt in prompts if prompt in ("max_exit", *own[:1], *others[:1]))
+        in_reach = _worth_trying(in_reach, layers)
+    prompts = tuple(each.prompt for each in sorted(in_reach, key=lambda each: each.expected_loss(layers)))
     paper = depths.within(workload, limit, prompts[0]) or depths.schedule(0.0, prompts[0])
-    least = min(deepest[prompt] for prompt in prompts)
+    least = min(each.token_layers for each in in_reach)
     if not flat:  # or half of it, and no more than the least of the paper's
         least = max(floor, min(paper.budgets[-1], math.ceil(least / 2)))
     return Goal(workload, limit, least, depths, paper, prompts, shared)
+
+
+def _worth_trying(in_reach: Sequence[_InReach], layers: int) -> list[_InReach]:
+    """The set that is expected to lose least, the next one that clearly differs from it, and "max_exit".
+
+    A set of fewer layers that leaves new tokens no more than another is none of them.
+    """
+    at_exit = [each for each in in_reach if each.prompt == "max_exit"]
+    own = [each for each in in_reach if each.prompt != "max_exit"]
+    useful = [
+        each
+        for each in own
+        if all(each.token_layers > other.token_layers for other in own if other.prompt_layers > each.prompt_layers)
+    ]
+    useful.sort(key=lambda each: each.expected_loss(layers))
+    differing = [each for each in useful if _APART * abs(each.prompt_layers - useful[0].prompt_layers) >= layers]
+    return [*useful[:1], *differing[:1], *at_exit]
 
 
 def _limit(settings: CalibrationSettings, workload: TextCost, seq_len: int) -> float:

@@ -14,14 +14,12 @@ from typing import Any
 
 from skipdecode.common.environment import isolated_torch
 from skipdecode.common.files import write_whole
-from skipdecode.common.jsonl import json_line
 from skipdecode.common.plain import as_records
 from skipdecode.common.progress import note
 from skipdecode.cost.model import CostModel
 from skipdecode.cost.source import find_cost
 from skipdecode.data.examples import Example, encode_source, make_template
-from skipdecode.data.source import Source, read_file
-from skipdecode.data.template import PromptTemplate
+from skipdecode.data.source import Source, prompt_lines, read_file
 from skipdecode.engine.opening import load, open_fast
 from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.generation.llm import LLM
@@ -121,7 +119,7 @@ def prepare(
     PREPARE_DIRECTORY.check(directory, overwrite=overwrite)
     train, dev, test, prompts = map(as_records, (train, dev, test, prompts))
     if prompts is not None and not isinstance(prompts, str | Path):
-        write_whole(directory / PROMPTS_FILE, b"".join(map(json_line, map(PromptTemplate().row, prompts))))
+        write_whole(directory / PROMPTS_FILE, prompt_lines(prompts))
         prompts = directory / PROMPTS_FILE
     settings = PrepareOptions(prompts=None if prompts is None else str(prompts), **options)
     sources = {name: source for name, source in (("train", train), ("dev", dev), ("test", test)) if source}

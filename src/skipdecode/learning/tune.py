@@ -212,12 +212,12 @@ class _Run:
         return self.checkpoint.adapter is not None and not (self.settings.full or self.settings.merge)
 
     def run(self) -> Tuned:
-        from skipdecode.learning.trainer import process_state
-
         settings, out = self.settings, self.out
         prompts = open_prompts(settings)
         self._check()
         template, files, generated = self._own_answers(prompts) if settings.self else self._records()
+        from skipdecode.learning.trainer import process_state  # takes seconds, so wrong usage is refused before
+
         state = process_state()
         loaded, digest = self._loaded()
         # An own answer may be a token longer when it is read again, and then exceed the context.
